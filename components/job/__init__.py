@@ -1,0 +1,1 @@
+"""Where a training job runs: local processes or a Kubernetes job, behind one interface."""

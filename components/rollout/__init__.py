@@ -1,0 +1,1 @@
+"""Prompts and a served policy -> groups of rollouts."""

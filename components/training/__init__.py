@@ -1,0 +1,1 @@
+"""Training batch -> new policy."""

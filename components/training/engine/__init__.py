@@ -1,0 +1,1 @@
+"""How a model is sharded, run and stepped: one small interface, one file an engine."""
