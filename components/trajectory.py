@@ -53,7 +53,7 @@ PER_TOKEN = ("loss_mask", "logprobs", "versions")
 SHOWN = 20
 """Faults that are reported in full; the rest are counted."""
 
-TOKENS_PER_ROW_GROUP = 4_000_000
+TOKENS_PER_ROW_GROUP = 1_000_000
 LINES_PER_CHUNK = 4096
 
 Ints = NDArray[np.int64]
@@ -303,13 +303,14 @@ def _load(path: Path, faults: _Faults) -> tuple[pa.Table, Ints | None] | None:
         with path.open("rb") as file:
             magic = file.read(4)
         if magic == b"PAR1" or path.suffix == ".parquet":
-            with pq.ParquetFile(path, memory_map=True) as parquet:
+            with pq.ParquetFile(path) as parquet:
                 names = parquet.schema_arrow.names
                 if len(set(names)) != len(names):
                     twice = sorted({n for n in names if names.count(n) > 1})
                     faults.add(f"{path}: has more than one column named {', '.join(twice)}; keep one")
                     return None
-                table = parquet.read()
+                parts = [parquet.read_row_group(i) for i in range(parquet.num_row_groups)]  # one encoded at a time
+                table = pa.concat_tables(parts) if parts else parquet.schema_arrow.empty_table()
             conformed = _conform(table, str(path), None, faults)
             return None if conformed is None else (conformed, None)
         return _load_lines(path, faults)
@@ -650,8 +651,8 @@ def _check_tokens(table: pa.Table, report: Report) -> None:
         bad = np.zeros(table.num_rows, dtype=bool)
         start = 0
         for chunk in table[key].chunks:
-            for stop_at in range(0, len(chunk), 65536):  # bounds what the checks hold at once
-                part = chunk.slice(stop_at, 65536)
+            for stop_at in range(0, len(chunk), 8192):  # bounds what the checks hold at once
+                part = chunk.slice(stop_at, 8192)
                 elements = _bad_elements(part.flatten(), key)
                 if elements is not None:
                     bad[start + stop_at + np.unique(_numpy(pc.list_parent_indices(part))[elements])] = True
