@@ -456,6 +456,8 @@ def _validate(given: dict[str, Any]) -> tuple[RunConfig | None, list[str]]:
         hint = nearest(str(algorithm), PRESETS)
         faults.append(f"algorithm: {algorithm!r} is not one of {', '.join(PRESETS)}{hint}")
     merged = _merge(PRESETS.get(algorithm, {}) if isinstance(algorithm, str) else {}, given)
+    if algorithm == "dapo":
+        _add_dapo_penalty(merged)
     sections: dict[str, Any] = {"algorithm": algorithm}
     for name, field in RunConfig.model_fields.items():
         if name == "algorithm":
@@ -479,6 +481,19 @@ def _validate(given: dict[str, Any]) -> tuple[RunConfig | None, list[str]]:
             faults.append(str(error))
     faults.extend(_cross_section(sections))
     return (None, faults) if faults else (RunConfig(**sections), [])
+
+
+def _add_dapo_penalty(merged: dict[str, Any]) -> None:
+    """The length penalty of the preset dapo, where none is written and the budget is known.
+
+    It covers the last fifth of the budget, as in DAPO (arXiv 2503.14476, section 4.1: 4096 of 20480 tokens).
+    """
+    estimator, rollout = merged.get("estimator"), merged.get("rollout")
+    if not isinstance(estimator, dict) or not isinstance(rollout, dict) or "overlong" in estimator:
+        return
+    budget = rollout.get("max_new_tokens", Rollout.model_fields["max_new_tokens"].default)
+    if isinstance(budget, int) and budget >= 1:
+        estimator["overlong"] = {"buffer_tokens": max(1, budget // 5), "factor": 1.0}
 
 
 def _cross_section(sections: Mapping[str, Any]) -> Iterator[str]:
@@ -539,7 +554,9 @@ def _explain(error: ValidationError, section: str, model: type[BaseModel]) -> It
 
 def _is_union_tag(part: Any) -> bool:
     """Pydantic adds the tried branch of a union to the location; people did not write it."""
-    return isinstance(part, str) and (part.startswith(("literal[", "constrained-", "function-")) or part in {"int", "float"})
+    return isinstance(part, str) and (
+        part.startswith(("literal[", "constrained-", "function-")) or part in {"int", "float"}
+    )
 
 
 def _fields_at(model: type[BaseModel], location: list[Any]) -> list[str]:

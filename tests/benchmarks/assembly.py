@@ -2,8 +2,8 @@
 
 Each case runs in a process of its own on one core. Cases without `io` hold the rollouts in memory and end with the
 batch in memory; cases with `io` read a Parquet file, check it, assemble and write. `seconds` of a case is the better
-of two tries; `peak_bytes` is the most memory the process held beyond its imports, the rollouts included; `batch_bytes` is the
-batch as an Arrow table.
+of two tries; `peak_bytes` is the most memory the process held beyond its imports, the rollouts included;
+`batch_bytes` is the batch as an Arrow table.
 """
 
 from __future__ import annotations
