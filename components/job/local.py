@@ -63,7 +63,7 @@ class LocalBackend:
                 end_tree(agent, self._grace_seconds)
         if exit_code is None:
             how = f"still running after its timeout of {spec.timeout:g} s"
-            return Ended(how, last_words(folder), timed_out=True)
+            return Ended(how, last_words(folder), relaunch=False)
         how = f"torchrun exited with {exit_code}"
         if exit_code < 0:
             how = f"torchrun was ended by {signal.Signals(-exit_code).name}"

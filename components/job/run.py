@@ -84,7 +84,7 @@ def run_job(backend: JobBackend, spec: JobSpec, notify: Notify | None = None) ->
                 return
             tell(JobEvent(kind, str(error)))
             restarts = attempt - first
-            if error.exit_code in FINAL_EXIT_CODES or ended.timed_out or restarts >= backend.max_restarts:
+            if error.exit_code in FINAL_EXIT_CODES or not ended.relaunch or restarts >= backend.max_restarts:
                 raise error
             attempt += 1
             text = (
@@ -100,5 +100,5 @@ def _judge(backend: JobBackend, spec: JobSpec, ended: Ended) -> tuple[MusterErro
         return None, "done"
     if outcome is not None:
         return JobError(spec, outcome.exit_code, outcome.error), "failed"
-    what = "did not finish in time" if ended.timed_out else "died without saying how it went"
-    return DependencyDied(f"job {spec.name} {what} ({ended.how}; no {spec.outcome.name})", ended.last_words), "died"
+    how = f"died without saying how it went ({ended.how}; no {spec.outcome.name})"
+    return DependencyDied(f"job {spec.name} {how}", ended.last_words), "died"

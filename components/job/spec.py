@@ -7,7 +7,6 @@ such writer wins. No file at the end means that the job died.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -57,8 +56,8 @@ class JobSpec:
             InvalidInput: one line per fault.
         """
         faults = []
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", self.name):
-            faults.append(f"job name {self.name!r}: must be lower-case letters, digits and inner dashes")
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
+            faults.append(f"job name {self.name!r}: must be 1 to 40 lower-case letters, digits and inner dashes")
         if not self.arguments or self.arguments[0] != "-m":
             faults.append(f"job {self.name}: arguments must start with -m and a module, not {list(self.arguments[:1])}")
         if self.replicas < 1 or self.nproc_per_node < 1:
@@ -70,18 +69,6 @@ class JobSpec:
         if faults:
             raise InvalidInput(faults)
 
-    def digest(self) -> str:
-        """A short hash of what the job does, to tell a job of ours from another one with its name."""
-        what = [
-            self.name,
-            self.arguments,
-            self.replicas,
-            self.nproc_per_node,
-            sorted(self.env.items()),
-            str(self.outcome),
-        ]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -90,12 +77,12 @@ class Ended:
     Attributes:
         how: one line, such as `torchrun exited with 1`.
         last_words: the end of the failing rank's own output.
-        timed_out: whether it was ended because it had used up its timeout.
+        relaunch: whether launching it again could help; not after a timeout, a deletion, or an image that is not there.
     """
 
     how: str
     last_words: str = ""
-    timed_out: bool = False
+    relaunch: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,502 @@
+"""The PyTorchJob back end: creates a job or adopts it, follows it to its end, leaves or deletes it when interrupted.
+
+The job's conditions are evidence, never success (`muster.job.run` reads the outcome file). What a PyTorchJob looks like
+is `manifest`'s; how the API is called is `cluster`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import urllib3
+from kubernetes import client as k8s
+from kubernetes.client.exceptions import ApiException
+
+from muster.config import RunConfig
+from muster.errors import DependencyDied, Interrupted, InvalidInput
+from muster.job import manifest as m
+from muster.job.cluster import Cluster, Expired, Identity, Lease, connect, identify, is_terminating, said
+from muster.job.spec import Ended, JobEvent, JobSpec, Notify, read_outcome
+
+log = logging.getLogger("muster.job")
+
+RBAC_RULES: list[dict[str, list[str]]] = [
+    {
+        "apiGroups": ["kubeflow.org"],
+        "resources": ["pytorchjobs"],
+        "verbs": ["create", "get", "list", "watch", "patch", "delete"],
+    },
+    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create", "get", "update"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+    {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
+    {"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["get"]},
+]
+"""The Role, in the jobs' namespace, of the account that steps run as. Nothing else is asked for."""
+
+JOB_RBAC_RULES: list[dict[str, list[str]]] = [
+    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get"]},
+]
+"""The Role of the account that job pods run as (`job.service_account`)."""
+
+LAST_WORDS = 30
+"""Lines of the failing pod's log that an error shows."""
+
+# Waiting reasons of a container that no amount of waiting mends, and those that time may mend.
+_HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+_DOUBTFUL = frozenset({"ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError", "CreateContainerError"})
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long the back end waits for what, in seconds.
+
+    Attributes:
+        outage: the API server may be away.
+        image: a pod may fail to get its image or its configuration.
+        quiet: pods of an earlier attempt may take to end.
+        look: between two looks at the pods of a job that is not running yet.
+        report: between two progress reports that say the same.
+        settle: the outcome file may take to be seen after the job has ended.
+    """
+
+    outage: float = 900.0
+    image: float = 300.0
+    quiet: float = 300.0
+    look: float = 5.0
+    report: float = 60.0
+    settle: float = 30.0
+
+
+class PyTorchJobBackend:
+    """Runs jobs as PyTorchJobs of the training operator 1.9."""
+
+    name = "pytorchjob"
+
+    def __init__(self, config: RunConfig, cluster: Cluster, identity: Identity, timings: Timings | None = None) -> None:
+        """Takes its surroundings; `connect` finds them."""
+        config.require("run", "storage")
+        if config.run is None:
+            raise InvalidInput("run: this command needs the section run, which is absent")
+        self._run_id, self._config, self._cluster, self._identity = config.run.id, config, cluster, identity
+        self._timings = timings or Timings()
+        self.max_restarts = config.job.max_restarts
+        self.settle_seconds = self._timings.settle
+
+    @classmethod
+    def connect(cls, config: RunConfig) -> PyTorchJobBackend:
+        """Connects with the pod's account, or with the kubeconfig outside a cluster.
+
+        Raises:
+            InvalidInput: there is no cluster to connect to.
+            DependencyDied: it does not answer.
+        """
+        cluster = Cluster(connect(), config.job.namespace or "default", Timings().outage)
+        return cls(config, cluster, identify(cluster))
+
+    def first_attempt(self, spec: JobSpec) -> int:
+        """The attempt to adopt if one is active or has just succeeded, else one after the last.
+
+        Raises:
+            InvalidInput: the active one does something else.
+        """
+        attempts = {int(job["metadata"]["labels"][m.ATTEMPT_LABEL]): job for job in self._list(spec)}
+        if not attempts:
+            return 0
+        last = max(attempts)
+        job = attempts[last]
+        if _finished(job) or job["metadata"].get("deletionTimestamp"):
+            # The outcome file is removed before each launch: if it says done, it is this attempt that is.
+            outcome = read_outcome(spec.outcome)
+            same = job["metadata"].get("annotations", {}).get(m.HASH_ANNOTATION) == self._hash(spec, last)
+            return last if outcome is not None and outcome.done and same else last + 1
+        self._check_ours(job, spec, last)
+        return last
+
+    def run(self, spec: JobSpec, attempt: int, notify: Notify) -> Ended:
+        """Creates or adopts an attempt and follows it to its end.
+
+        Interrupted by Ctrl-C it deletes the job. Interrupted by SIGTERM it asks why: if the Workflow is being ended, it
+        deletes the job; otherwise (a drained node) it leaves the job, and the next pod of the step adopts it.
+        """
+        name = m.job_name(self._run_id, spec.name, attempt)
+        job: dict[str, Any] | None = None
+        adopted = False
+        try:
+            job, adopted = self._launch(spec, attempt, notify)
+            lease = Lease(self._cluster, name, self._identity.holder, self._config.job.lease_seconds)
+            lease.take(_reference(job), m.labels(self._run_id, spec, attempt))
+            kind = "adopted" if adopted else "launched"
+            notify(
+                JobEvent("adopted" if adopted else "launched", f"attempt {attempt}: {kind} PyTorchJob {self._at(name)}")
+            )
+            return self._follow(spec, attempt, job, lease, notify)
+        except KeyboardInterrupt:
+            self._delete(name, job, "interrupted", notify)
+            raise
+        except Interrupted:
+            self._part(name, job, notify)
+            raise
+        except InvalidInput:
+            if job is not None and not adopted:
+                self._delete(name, job, "it cannot be watched", notify)
+            raise
+
+    # --- beginning -------------------------------------------------------------------------------------------------
+
+    def _launch(self, spec: JobSpec, attempt: int, notify: Notify) -> tuple[dict[str, Any], bool]:
+        """The attempt's job, and whether it was there already."""
+        body = m.manifest(spec, self._config, self._identity.owner, attempt)
+        name = body["metadata"]["name"]
+        found = self._get(name)
+        if found is None:
+            self._wait_until_quiet(spec, attempt, notify)
+            spec.outcome.parent.mkdir(parents=True, exist_ok=True)
+            spec.outcome.unlink(missing_ok=True)
+            try:
+                create = self._cluster.custom.create_namespaced_custom_object
+                where = (m.GROUP, m.VERSION, self._cluster.namespace, m.PLURAL)
+                return dict(self._cluster.call(f"create PyTorchJob {name}", create, *where, body)), False
+            except ApiException as error:
+                # A launcher that died, or an earlier try of this call whose answer was lost, may have created it.
+                if error.status != 409:
+                    raise self._refused(error, name) from error
+            found = self._get(name)
+            if found is None:
+                raise DependencyDied(f"PyTorchJob {self._at(name)} was deleted by someone else while it was created")
+        self._check_ours(found, spec, attempt)
+        return self._own(found), True
+
+    def _check_ours(self, job: dict[str, Any], spec: JobSpec, attempt: int) -> None:
+        """Refuses a job that is not what we would have created."""
+        name, labels = job["metadata"]["name"], job["metadata"].get("labels") or {}
+        hint = f"delete it (kubectl -n {self._cluster.namespace} delete pytorchjob {name}) or change run.id"
+        if labels.get(m.RUN_LABEL) != self._run_id:
+            whose = labels.get(m.RUN_LABEL)
+            owner = f"it belongs to run {whose}" if whose else f"it has no label {m.RUN_LABEL}"
+            raise InvalidInput(f"PyTorchJob {self._at(name)} exists and is not of run {self._run_id}: {owner}; {hint}")
+        theirs = (job["metadata"].get("annotations") or {}).get(m.HASH_ANNOTATION)
+        ours = self._hash(spec, attempt)
+        if theirs != ours:
+            raise InvalidInput(
+                f"PyTorchJob {self._at(name)} exists and does something else ({m.HASH_ANNOTATION} is {theirs}, wanted "
+                f"{ours}): was the configuration changed while it ran? {hint}"
+            )
+
+    def _own(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Gives an adopted job our Workflow as its owner."""
+        owner = self._identity.owner
+        wanted = [owner.reference()] if owner else []
+        current = [{key: ref.get(key) for key in wanted[0]} for ref in _owners(job)] if wanted else []
+        if not wanted or current == wanted:
+            return job
+        name = job["metadata"]["name"]
+        patch = [{"op": "add", "path": "/metadata/ownerReferences", "value": wanted}]
+        call = self._cluster.custom.patch_namespaced_custom_object
+        where = (m.GROUP, m.VERSION, self._cluster.namespace, m.PLURAL, name)
+        return dict(self._cluster.call(f"set the owner of PyTorchJob {name}", call, *where, patch))
+
+    def _wait_until_quiet(self, spec: JobSpec, attempt: int, notify: Notify) -> None:
+        """Waits until no pod of another attempt runs: two would write the same checkpoints."""
+        begun, told = time.monotonic(), False
+        while True:
+            pods = self._pods(m.selector(self._run_id, spec) + f",{m.ATTEMPT_LABEL}!={attempt}")
+            names = [pod.metadata.name for pod in pods if pod.status.phase in ("Running", "Unknown")]
+            if not names:
+                return
+            waited = time.monotonic() - begun
+            if waited > self._timings.quiet:
+                raise DependencyDied(
+                    f"pods of an earlier attempt of job {spec.name} are still there after {waited:.0f} s: "
+                    f"{', '.join(names)}; if their node is off, delete them with --force"
+                )
+            if not told:
+                notify(JobEvent("pending", f"waiting for pods of an earlier attempt to end: {', '.join(names)}"))
+                told = True
+            time.sleep(min(1.0, self._timings.look))
+
+    def _refused(self, error: Any, name: str) -> Exception:
+        """What it means that the API refused to create the job."""
+        if error.status == 404:
+            return InvalidInput(
+                f"cannot create PyTorchJob {self._at(name)}: {said(error)}; is the training operator (1.9) "
+                "installed, and does the namespace exist?"
+            )
+        return InvalidInput(f"the Kubernetes API refused PyTorchJob {self._at(name)}: {said(error)}")
+
+    # --- following -------------------------------------------------------------------------------------------------
+
+    def _follow(self, spec: JobSpec, attempt: int, job: dict[str, Any], lease: Lease, notify: Notify) -> Ended:
+        """Watches a job to its end."""
+        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+        deleted = Ended(f"PyTorchJob {self._at(name)} was deleted by someone else while it ran", relaunch=False)
+        waiting = _Waiting(self, spec, attempt, notify)
+        deadline = time.monotonic() + spec.timeout - _age(job)
+        while True:
+            if _finished(job):
+                return self._ended(spec, attempt, job)
+            lease.renew()
+            if time.monotonic() > deadline:
+                words = self._last_words(spec, attempt)
+                self._delete(name, job, f"it used up its timeout of {spec.timeout:g} s", notify)
+                return Ended(f"not finished within its timeout of {spec.timeout:g} s", words, relaunch=False)
+            hopeless = waiting.look(job)
+            if hopeless is not None:
+                self._delete(name, job, "it cannot start", notify)
+                return hopeless
+            seconds = min(lease.interval, deadline - time.monotonic() + 1, 1e9 if waiting.over else self._timings.look)
+            begun, quiet = time.monotonic(), True
+            try:
+                for kind, seen in self._watch(job, max(1.0, seconds)):
+                    if seen["metadata"]["uid"] != uid or kind == "DELETED":
+                        return deleted
+                    job, quiet = seen, False
+                    if _finished(job) or not waiting.over:
+                        break
+            except Expired:
+                log.info("the watch of PyTorchJob %s was too old, looking again", name)
+            if quiet:  # a watch that ends at once must not become a busy loop
+                time.sleep(max(0.0, 0.5 - (time.monotonic() - begun)))
+            # Also after a quiet window: an event may have been lost with a connection that nobody closed.
+            found = self._get(name)
+            if found is None or found["metadata"]["uid"] != uid:
+                return deleted
+            job = found
+
+    def _watch(self, job: dict[str, Any], seconds: float) -> Any:
+        metadata = job["metadata"]
+        return self._cluster.watch(m.GROUP, m.VERSION, m.PLURAL, metadata["name"], metadata["resourceVersion"], seconds)
+
+    def _ended(self, spec: JobSpec, attempt: int, job: dict[str, Any]) -> Ended:
+        """The evidence that a finished job leaves."""
+        failed = _condition(job, "Failed")
+        words = self._last_words(spec, attempt)
+        if failed is None:
+            return Ended("the PyTorchJob's condition is Succeeded", words)
+        message = failed.get("message") or failed.get("reason") or "without a message"
+        # The operator has no reason of its own for the deadline.
+        over = "longer than specified deadline" in message
+        return Ended(f"the PyTorchJob failed: {message}", words, relaunch=not over)
+
+    def _last_words(self, spec: JobSpec, attempt: int) -> str:
+        """The end of the log of the pod that failed first, headed by its name; never fails itself."""
+        try:
+            pods = self._pods(m.selector(self._run_id, spec) + f",{m.ATTEMPT_LABEL}={attempt}", patience=20.0)
+        except (ApiException, InvalidInput, DependencyDied) as error:
+            return f"(its pods cannot be listed: {error})"
+        if not pods:
+            return ""
+        pod = min(pods, key=_failed_first)
+        state = _terminated(pod)
+        head = f"pod {pod.metadata.name}"
+        if state is not None:
+            head += f", exit code {state.exit_code}" + (f" ({state.reason})" if state.reason else "")
+        if pod.status.reason or pod.status.message:
+            head += f", {pod.status.reason}: {pod.status.message}"
+        return f"{head}:\n{self._pod_log(pod.metadata.name) or (state.message if state else None) or 'it left no log'}"
+
+    def _pod_log(self, pod: str) -> str:
+        try:
+            response = self._cluster.call(
+                f"read the log of pod {pod}",
+                self._cluster.core.read_namespaced_pod_log,
+                pod,
+                self._cluster.namespace,
+                container=m.CONTAINER,
+                tail_lines=LAST_WORDS,
+                patience=3.0,
+                _preload_content=False,
+            )
+            return str(response.data.decode("utf-8", errors="replace")).strip()
+        except (ApiException, InvalidInput, DependencyDied, urllib3.exceptions.HTTPError) as error:
+            log.warning("cannot read the log of pod %s: %s", pod, str(error).splitlines()[0])
+            return ""
+
+    # --- ending ----------------------------------------------------------------------------------------------------
+
+    def _part(self, name: str, job: dict[str, Any] | None, notify: Notify) -> None:
+        """SIGTERM came: delete the job if its Workflow is being ended, else leave it to be adopted."""
+        owner = self._identity.owner
+        ending, why = is_terminating(self._cluster, owner) if owner else (False, "this is no step of a Workflow")
+        if ending:
+            self._delete(name, job, why, notify)
+            return
+        lease = self._config.job.lease_seconds
+        text = (
+            f"left PyTorchJob {self._at(name)} running ({why}): the next launcher adopts it; if none comes within "
+            f"{lease:g} s it ends itself; to end it now: kubectl -n {self._cluster.namespace} delete pytorchjob {name}"
+        )
+        notify(JobEvent("left", text))
+
+    def _delete(self, name: str, job: dict[str, Any] | None, why: str, notify: Notify) -> None:
+        """One delete call; failing is only told, for this happens on the way out."""
+        options: dict[str, Any] = {"propagation_policy": "Background"}
+        if job is not None:
+            options["preconditions"] = k8s.V1Preconditions(uid=job["metadata"]["uid"])
+        call = self._cluster.custom.delete_namespaced_custom_object
+        where = (m.GROUP, m.VERSION, self._cluster.namespace, m.PLURAL, name)
+        body = k8s.V1DeleteOptions(**options)
+        try:
+            self._cluster.call(f"delete PyTorchJob {name}", call, *where, body=body, patience=5.0)
+            notify(JobEvent("deleted", f"deleted PyTorchJob {self._at(name)}: {why}"))
+        except ApiException as error:
+            if error.status != 404:
+                log.error("cannot delete PyTorchJob %s: %s", self._at(name), said(error))
+        except (InvalidInput, DependencyDied) as error:
+            log.error("cannot delete PyTorchJob %s: %s", self._at(name), error)
+
+    # --- small calls -----------------------------------------------------------------------------------------------
+
+    def _at(self, name: str) -> str:
+        return f"{self._cluster.namespace}/{name}"
+
+    def _hash(self, spec: JobSpec, attempt: int) -> str:
+        annotations = m.manifest(spec, self._config, None, attempt)["metadata"]["annotations"]
+        return str(annotations[m.HASH_ANNOTATION])
+
+    def _get(self, name: str) -> dict[str, Any] | None:
+        return self._cluster.get(m.GROUP, m.VERSION, m.PLURAL, name)
+
+    def _list(self, spec: JobSpec) -> list[dict[str, Any]]:
+        call = self._cluster.custom.list_namespaced_custom_object
+        where = (m.GROUP, m.VERSION, self._cluster.namespace, m.PLURAL)
+        try:
+            chosen = m.selector(self._run_id, spec)
+            return list(self._cluster.call("list PyTorchJobs", call, *where, label_selector=chosen)["items"])
+        except ApiException as error:
+            raise self._refused(error, m.job_name(self._run_id, spec.name, 0)) from error
+
+    def _pods(self, selector: str, **more: Any) -> list[Any]:
+        call, namespace = self._cluster.core.list_namespaced_pod, self._cluster.namespace
+        return list(self._cluster.call("list pods", call, namespace, label_selector=selector, **more).items)
+
+    def _complaint(self, name: str) -> str:
+        """The newest warning about a job that has no pods."""
+        try:
+            events = self._cluster.call(
+                "list events",
+                self._cluster.core.list_namespaced_event,
+                self._cluster.namespace,
+                field_selector=f"involvedObject.name={name},type=Warning",
+                patience=5.0,
+            ).items
+        except (ApiException, InvalidInput, DependencyDied):
+            return ""
+        return str(events[-1].message) if events else ""
+
+
+class _Waiting:
+    """Says why a job is not running yet, and when there is no hope that it ever will."""
+
+    def __init__(self, backend: PyTorchJobBackend, spec: JobSpec, attempt: int, notify: Notify) -> None:
+        self._backend, self._spec, self._attempt, self._notify = backend, spec, attempt, notify
+        self._begun = time.monotonic()
+        self._told, self._told_at = "", -1e9
+        self._doubt_since: float | None = None
+        self._failure: Ended | None = None
+        self.over = False
+
+    def look(self, job: dict[str, Any]) -> Ended | None:
+        """Takes one look; returns how the job ended if it can never start."""
+        if self.over:
+            return None
+        text = self._why(job)
+        if self._failure is not None:
+            return self._failure
+        now = time.monotonic()
+        if text is None:
+            self.over = True
+            self._notify(JobEvent("running", f"all {self._spec.replicas} pods run"))
+        elif text != self._told or now - self._told_at >= self._backend._timings.report:
+            self._told, self._told_at = text, now
+            self._notify(JobEvent("pending", text, now - self._begun))
+        return None
+
+    def _why(self, job: dict[str, Any]) -> str | None:
+        """Why it waits; None when all its pods run."""
+        backend, name = self._backend, job["metadata"]["name"]
+        if _condition(job, "Suspended") is not None or (job["spec"].get("runPolicy") or {}).get("suspend"):
+            queue = job["metadata"].get("labels", {}).get(m.QUEUE_LABEL)
+            return f"suspended: waiting for quota in queue {queue}" if queue else "suspended by someone"
+        selector = m.selector(backend._run_id, self._spec) + f",{m.ATTEMPT_LABEL}={self._attempt}"
+        pods = backend._pods(selector)
+        if not pods:
+            complaint = backend._complaint(name)
+            return f"no pods: {complaint}" if complaint else "no pods yet; does the training operator run?"
+        started = [pod for pod in pods if pod.status.phase in ("Running", "Succeeded", "Failed")]
+        if len(started) >= self._spec.replicas:
+            return None
+        problems = [problem for pod in pods if (problem := self._problem(pod)) is not None]
+        self._judge(problems)
+        count = f"{len(started)} of {self._spec.replicas} pods run"
+        return f"{count}; {problems[0][1]}" if problems else count
+
+    def _problem(self, pod: Any) -> tuple[str, str] | None:
+        """A pod's (reason, text), if it has a problem."""
+        for status in pod.status.container_statuses or []:
+            waiting = status.state.waiting if status.state else None
+            if waiting is not None and waiting.reason in _HOPELESS | _DOUBTFUL:
+                text = f"{waiting.reason} {status.image}: {waiting.message or 'without a message'}"
+                return waiting.reason, f"pod {pod.metadata.name}: {text}"
+        for condition in pod.status.conditions or []:
+            if condition.type == "PodScheduled" and condition.status == "False":
+                return "", f"pod {pod.metadata.name}: {condition.reason}: {condition.message}"
+        return None
+
+    def _judge(self, problems: list[tuple[str, str]]) -> None:
+        doubtful = [(reason, text) for reason, text in problems if reason]
+        if not doubtful:
+            self._doubt_since = None
+            return
+        now = time.monotonic()
+        self._doubt_since = self._doubt_since if self._doubt_since is not None else now
+        if doubtful[0][0] in _HOPELESS or now - self._doubt_since > self._backend._timings.image:
+            self._failure = Ended(f"it cannot start: {doubtful[0][1]}", relaunch=False)
+
+
+def _finished(job: dict[str, Any]) -> bool:
+    return _condition(job, "Succeeded") is not None or _condition(job, "Failed") is not None
+
+
+def _condition(job: dict[str, Any], kind: str) -> dict[str, Any] | None:
+    """A condition of the job, if it is true."""
+    for condition in (job.get("status") or {}).get("conditions") or []:
+        if condition.get("type") == kind and condition.get("status") == "True":
+            return dict(condition)
+    return None
+
+
+def _owners(job: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(job["metadata"].get("ownerReferences") or [])
+
+
+def _reference(job: dict[str, Any]) -> dict[str, str]:
+    """A job as an owner reference."""
+    owner = m.Owner(f"{m.GROUP}/{m.VERSION}", m.KIND, job["metadata"]["name"], job["metadata"]["uid"])
+    return owner.reference()
+
+
+def _age(job: dict[str, Any]) -> float:
+    """Seconds since a job was created, 0 for one whose clock is ahead of ours."""
+    created = datetime.strptime(job["metadata"]["creationTimestamp"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+    return max(0.0, (datetime.now(UTC) - created).total_seconds())
+
+
+def _terminated(pod: Any) -> Any | None:
+    """How a pod's training container ended, if it did."""
+    for status in pod.status.container_statuses or []:
+        if status.name == m.CONTAINER and status.state is not None and status.state.terminated is not None:
+            return status.state.terminated
+    return None
+
+
+def _failed_first(pod: Any) -> tuple[int, str]:
+    """Sorts pods: the one whose container failed first, then failed pods without one, then all others by name."""
+    state = _terminated(pod)
+    if state is not None and state.exit_code != 0:
+        return 0, str(state.finished_at)
+    return (1 if pod.status.phase == "Failed" else 2), str(pod.metadata.name)
