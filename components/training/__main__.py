@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from muster import config as configuration
-from muster.errors import MusterError
+from muster.errors import DependencyDied, InvalidInput, MusterError
 from muster.training.limits import check
 from muster.training.ranks import Outcome, die_with_parent, end_on_signals, joined
 
@@ -40,16 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(_parse(arguments))
     except MusterError as error:
-        print(error, file=sys.stderr)
-        outcome.failed(error.exit_code, str(error))
-        return error.exit_code
+        return _fail(outcome, error.exit_code, str(error))
     except Exception as error:
-        traceback.print_exc()
-        if _is_lost_peer(error):
-            outcome.failed(4, f"another rank of the training job died or did not answer: {_first_line(error)}")
-            return 4
-        outcome.failed(1, "".join(traceback.format_exception(error)))
-        return 1
+        explained = _explained(error)
+        if explained is None:
+            return _fail(outcome, 1, "".join(traceback.format_exception(error)))
+        return _fail(outcome, explained.exit_code, str(explained))
     if rank == "0":
         outcome.done()
     return 0
@@ -99,17 +95,30 @@ def _report(metrics: Mapping[str, Any]) -> None:
     )
 
 
-def _is_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed for want of its peers."""
-    text = str(error).lower()
-    signs = ("connection closed", "connection reset", "timed out", "broken pipe", "connection refused", "nccl", "gloo")
-    return type(error).__module__.startswith("torch") or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-    )
+def _fail(outcome: Outcome, exit_code: int, text: str) -> int:
+    """Records a failure and says it, unless another rank said its own before."""
+    if outcome.failed(exit_code, text):
+        print(text, file=sys.stderr)
+    return exit_code
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _explained(error: Exception) -> MusterError | None:
+    """What torch's exceptions mean to a user; None for a defect of ours."""
+    import torch
+    import torch.distributed as dist
+
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return InvalidInput(
+            f"out of accelerator memory: {first_line}; lower training.max_tokens_per_mb or logprobs_chunk_size, or use "
+            "more ranks"
+        )
+    signs = ("connection closed", "connection reset", "timed out", "broken pipe", "connection refused")
+    if isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+    ):
+        return DependencyDied(f"another rank of the training job died or did not answer: {first_line}")
+    return None
 
 
 if __name__ == "__main__":

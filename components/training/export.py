@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.config import RunConfig
-from muster.errors import DependencyDied
+from muster.errors import InvalidInput
 from muster.training.engine import Engine
 from muster.training.files import appearing, write_tensors
 from muster.training.model import read_config
@@ -44,7 +44,8 @@ def export(engine: Engine, config: RunConfig, ranks: Ranks, *, version: int, dir
         directory: the final name.
 
     Raises:
-        DependencyDied: the storage failed, or the policy in memory is not finite; nothing stands under the final name.
+        InvalidInput: the policy in memory gives log-probs that are not finite.
+        DependencyDied: the storage failed; nothing stands under the final name.
     """
     assert config.model is not None
     server = config.rollout.server if config.rollout else None
@@ -58,7 +59,10 @@ def export(engine: Engine, config: RunConfig, ranks: Ranks, *, version: int, dir
         seed=config.data.seed if config.data else 0,
     )
     if not all(math.isfinite(value) for value in probe["logprobs"]):
-        raise DependencyDied(f"{directory}: the policy's log-probs of the probe are not finite; nothing was exported")
+        raise InvalidInput(
+            f"{directory}: the policy's log-probs of the probe are not finite, so nothing was exported; the weights "
+            "that the job started from are broken"
+        )
     tensors = (tensor for _, tensor in engine.full("parameter"))
     if not ranks.first:
         for _ in tensors:

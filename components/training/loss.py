@@ -7,14 +7,20 @@ Sums over micro-batches and ranks give the update's loss: nothing here is a mean
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from muster.config import Loss, Rejection
+from muster.config import Loss, Rejection, Training
 from muster.training.rejection import reject, sequence_mean
 
+if TYPE_CHECKING:
+    from muster.training.engine import Objective
+    from muster.training.microbatch import MicroBatch
+
 _EXTREME = 20.0
+"""Largest log ratio taken as it is: e^20 is far outside any clip, and exp of much more would make gradients NaN."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,34 @@ class Counts:
     sequences: int
     slots: int
     max_new_tokens: int
+
+
+def objective(micro: MicroBatch, prox: Tensor, counts: Counts, settings: Training) -> Objective:
+    """What an engine minimises over one micro-batch: `policy_loss`, with the sum of entropies among the metrics.
+
+    Args:
+        micro: the micro-batch.
+        prox: `[tokens]`, log-probs under the proximal policy.
+        counts: of the whole update.
+        settings: `training`.
+    """
+
+    def run(logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = policy_loss(
+            logprobs,
+            prox=prox,
+            behave=micro.behave,
+            advantages=micro.advantages,
+            valid=micro.valid,
+            sequence=micro.sequence,
+            rows=micro.rows,
+            counts=counts,
+            settings=settings.loss,
+            rejection=settings.rejection,
+        )
+        return loss, {**sums, "entropy": torch.where(micro.valid, entropies, 0.0).sum()}
+
+    return run
 
 
 def policy_loss(

@@ -106,21 +106,26 @@ class Outcome:
         """Everything is written; called last, by rank 0 alone."""
         self._record({"outcome": "done"})
 
-    def failed(self, exit_code: int, error: str) -> None:
-        """Something failed on this rank; a failure recorded earlier stays."""
-        self._record({"outcome": "failed", "exit_code": exit_code, "error": error})
+    def failed(self, exit_code: int, error: str) -> bool:
+        """Something failed on this rank; a failure recorded earlier stays.
 
-    def _record(self, content: dict[str, object]) -> None:
+        Returns:
+            Whether this was the first failure, or nothing is recorded anyway.
+        """
+        return self._record({"outcome": "failed", "exit_code": exit_code, "error": error})
+
+    def _record(self, content: dict[str, object]) -> bool:
         if self._path is None:
-            return
+            return True
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_name(f".{self._path.name}.{os.uname().nodename}.{os.getpid()}")
         part.write_text(json.dumps(content), encoding="utf-8")
         try:
             # link, unlike rename, does not replace: the first writer wins
             os.link(part, self._path)
+            return True
         except FileExistsError:
-            pass
+            return False
         finally:
             part.unlink()
 

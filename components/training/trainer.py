@@ -28,7 +28,7 @@ from muster.training import batch as batches
 from muster.training import checkpoint, engine, files
 from muster.training.batch import Batch
 from muster.training.export import export
-from muster.training.loss import Counts, policy_loss
+from muster.training.loss import Counts, objective
 from muster.training.microbatch import MicroBatch, build, schedule
 from muster.training.ranks import Ranks
 from muster.training.schedule import learning_rate
@@ -62,7 +62,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
     # 1. Load: the batch, cut into updates and placed on ranks, then the policy and its optimizer.
     with clock("load"):
         batch = batches.load(batch_dir, version=version, longest=settings.max_tokens_per_mb)
-        inputs = {"batch": batch.digest, "training": _digest(config)}
+        inputs = _inputs(config, batch, places.weights(version))
         if ranks.from_first(int(_is_complete(places, version + 1, inputs))):
             log.info("version %d is complete already, from the same batch and settings", version + 1)
             return
@@ -90,37 +90,16 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
         sums = Sums(ranks.device)
         with clock("forward_backward"):
             for slot, micro in enumerate(update.micro_batches(batch, ranks)):
-                proximal = prox.get((number, slot), micro.behave)
-
-                def objective(
-                    logprobs: Tensor,
-                    entropies: Tensor,
-                    micro: MicroBatch = micro,
-                    proximal: Tensor = proximal,
-                    counts: Counts = update.counts,
-                ) -> tuple[Tensor, dict[str, Tensor]]:
-                    loss, parts = policy_loss(
-                        logprobs,
-                        prox=proximal,
-                        behave=micro.behave,
-                        advantages=micro.advantages,
-                        valid=micro.valid,
-                        sequence=micro.sequence,
-                        rows=micro.rows,
-                        counts=counts,
-                        settings=settings.loss,
-                        rejection=settings.rejection,
-                    )
-                    return loss, {**parts, "entropy": torch.where(micro.valid, entropies, 0.0).sum()}
-
-                sums.add(policy.forward_backward(micro, objective))
+                loss = objective(micro, prox.get((number, slot), micro.behave), update.counts, settings)
+                sums.add(policy.forward_backward(micro, loss))
         with clock("optimizer"):
             lr = learning_rate(applied, total, settings.optimizer)
             norm, stepped = policy.step(lr)
         applied, skipped = applied + stepped, skipped + (not stepped)
         if not stepped:
             log.warning("update %d of version %d: the gradient is not finite, the step is skipped", number, version)
-        metrics = update.metrics(sums.reduced()) | {
+        totals = sums.reduced()
+        metrics = update.metrics(totals) | {
             "update": number,
             "lr": lr,
             "grad_norm": norm,
@@ -128,6 +107,8 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
             "optimizer_step": applied,
             "seconds": time.perf_counter() - started,
         }
+        if number == 0:
+            metrics["logprob_drift"] = update.drift(totals)
         history.append(_finite(metrics))
         if ranks.first:
             report(history[-1])
@@ -153,6 +134,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
             "optimizer_steps_total": applied,
             "skipped": sum(not item["applied"] for item in history),
             "skipped_total": skipped,
+            "logprob_drift": history[0]["logprob_drift"],
             "seconds": clock.seconds,
             "tokens": {kind: sum(item["tokens"][kind] for item in history) for kind in ("total", "valid", "masked")},
             "world_size": ranks.world_size,
@@ -213,7 +195,6 @@ class Update:
             "rejected_ratio": sums["rejected"] / n,
             "entropy": sums["entropy"] / n,
             "approx_kl": sums["approx_kl"] / n,
-            "logprob_drift": {"signed": sums["drift_signed"] / n, "absolute": sums["drift_absolute"] / n},
             "importance_weight": sums["importance_weight"] / n,
             "behaviour_weight": sums["behaviour_weight"] / n,
             "reward": self.reward,
@@ -221,6 +202,10 @@ class Update:
             "load_imbalance": self.imbalance,
             "micro_batches": len(self.placed[0]),
         }
+
+    def drift(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Trainer's minus sampler's log-prob, mean over valid tokens; drift only before the first step of a batch."""
+        return {kind: sums[f"drift_{kind}"] / self.counts.tokens for kind in ("signed", "absolute")}
 
 
 def plan(batch: Batch, config: RunConfig, world_size: int, *, version: int, seed: int) -> list[Update]:
@@ -344,10 +329,20 @@ def _is_complete(places: Places, version: int, inputs: Mapping[str, str]) -> boo
     return same and places.weights(version).is_dir() and places.checkpoint(version).is_dir()
 
 
-def _digest(config: RunConfig) -> str:
-    """SHA-256 of the settings that training depends on."""
-    relevant = config.model_dump(mode="json", include={"model", "rollout", "training", "data"})
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
+def _inputs(config: RunConfig, batch: Batch, weights: Path) -> dict[str, str]:
+    """What a version is made from, as SHA-256 digests: the batch, the settings, and the policy by its probe."""
+    settings: dict[str, Any] = config.model_dump(mode="json", include={"model", "training"})
+    for irrelevant in ("checkpoint", "process_group_timeout", "logprobs_chunk_size"):
+        del settings["training"][irrelevant]
+    if config.rollout:
+        settings["rollout"] = [config.rollout.temperature, config.rollout.max_new_tokens]
+    settings["seed"] = config.data.seed if config.data else 0
+    probe = weights / "probe.json"
+    return {
+        "batch": batch.digest,
+        "settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
+        "policy": hashlib.sha256(probe.read_bytes() if probe.exists() else b"").hexdigest(),
+    }
 
 
 def _check_vocabulary(batch: Batch, policy: engine.Engine, batch_dir: Path) -> None:

@@ -99,7 +99,7 @@ def make_rows(directory: Path, sizes: list[int], *, seed: int = 0, version: int 
             tokens = int(random.integers(1, 14))
             completion = random.integers(0, VOCABULARY, tokens).tolist()
             mask = (random.random(tokens) < 0.8).tolist()
-            if group == 0 and slot == rows[0]["slot"] if rows else False:
+            if rows and not any(row["group_id"] == f"g{group}" for row in rows) and usable > 1 and group == 1:
                 mask = [False] * tokens
             true = np.array(logprobs_of(directory, prompt, completion))
             rows.append(
@@ -221,11 +221,66 @@ class Job:
         assert ended.outcome == {"outcome": "done"}, ended.output
         return json.loads((self.root / f"iterations/{version:04d}/train.json").read_text())
 
+    def inside(self, version: int, batch: Path | None, **training: Any) -> dict[str, Any] | None:
+        """The same, as one rank inside this process; without a batch it prepares version 0."""
+        from muster import config as configuration
+        from muster.training.limits import check
+        from muster.training.ranks import joined
+        from muster.training.trainer import prepare, train
+
+        config = configuration.load(self.config(**training))
+        check(config, 1)
+        with joined(30) as ranks:
+            if batch is None:
+                prepare(config, ranks)
+                return None
+            train(config, version, batch, ranks, lambda _: None)
+        return json.loads((self.root / f"iterations/{version:04d}/train.json").read_text())
+
+    def moments(self, version: int, kind: str = "exp_avg") -> dict[str, np.ndarray]:
+        """A part of a checkpoint."""
+        from safetensors.numpy import load_file
+
+        found = load_file(self.root / f"checkpoints/v{version:04d}/{kind}/model.safetensors")
+        return {name.removeprefix(f"{kind}."): value for name, value in found.items()}
+
     def weights(self, version: int) -> dict[str, np.ndarray]:
         """Exported weights."""
         from safetensors.numpy import load_file
 
         return load_file(self.root / f"weights/v{version:04d}/model.safetensors")
+
+
+def reference_loss(model: Any, rows: list[dict]) -> Any:
+    """Token-mean clipped PPO on the survivors alone, one unpadded row after another, written out by hand."""
+    import torch
+
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        start = len(row["prompt_ids"])
+        new = torch.log_softmax(model(ids).logits[0, start - 1 : -1], -1).gather(-1, ids[0, start:, None])[:, 0]
+        for i, counted in enumerate(row["loss_mask"]):
+            if counted:
+                advantage = float(np.float32(row["advantages"][i]))
+                ratio = torch.exp(new[i] - float(np.float32(row["logprobs"][i])))
+                total = total - torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2))
+                count += 1
+    return total / count
+
+
+def reference_model(directory: Path) -> Any:
+    """transformers' own model, in float64."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
+def lab() -> Any:
+    """The helpers of this file."""
+    return sys.modules[__name__]
 
 
 @pytest.fixture(scope="session")

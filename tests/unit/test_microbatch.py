@@ -1,0 +1,82 @@
+"""Micro-batches: the same number on every rank, every row once, never above the cap."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muster.training.batch import Row
+from muster.training.microbatch import build, pack, schedule
+
+lengths_and_cap = st.lists(st.integers(1, 40), max_size=30).flatmap(
+    lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 200))
+)
+
+
+def row(ids: list[int], prompt: int, mask: list[bool], logprob: float = -1.0) -> Row:
+    n = len(ids) - prompt
+    return Row(
+        group_id="g",
+        slot=0,
+        row=0,
+        ids=np.array(ids, dtype=np.int64),
+        prompt_length=prompt,
+        mask=np.array(mask, dtype=np.bool_),
+        logprobs=np.full(n, logprob, dtype=np.float32),
+        advantages=np.arange(n, dtype=np.float32),
+        reward=0.0,
+    )
+
+
+@given(lengths_and_cap, st.integers(1, 8))
+def test_packs_cover_every_row_within_the_padded_cap(case: tuple[list[int], int], at_least: int) -> None:
+    lengths, cap = case
+    packs = pack(lengths, cap, at_least=at_least)
+    assert sorted(i for one in packs for i in one) == list(range(len(lengths)))
+    assert all(len(one) * max(lengths[i] for i in one) <= cap for one in packs)
+    assert len(packs) >= min(at_least, len(lengths))
+
+
+def test_a_row_longer_than_the_cap_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 9, more than the cap of 8 tokens"):
+        pack([3, 9], 8)
+
+
+@given(st.lists(st.integers(0, 4), max_size=12), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_every_rank_runs_the_same_number_and_every_row_once(
+    sizes: list[int], ranks: int, n_mbs: int, data: st.DataObject
+) -> None:
+    groups, next_row = [], 0
+    for size in sizes:
+        groups.append(list(range(next_row, next_row + size)))
+        next_row += size
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=next_row, max_size=next_row))
+    plan = schedule(groups, lengths, ranks, cap=40, n_mbs=n_mbs)
+    assert len(plan) == ranks
+    assert len({len(packs) for packs in plan}) == 1
+    assert sorted(i for packs in plan for one in packs for i in one) == list(range(next_row))
+    for group in groups:
+        assert sum(any(i in group for one in packs for i in one) for packs in plan) <= 1, "a group was split"
+    assert plan == schedule(groups, lengths, ranks, cap=40, n_mbs=n_mbs)
+
+
+def test_loss_tokens_are_predicted_from_the_position_before_them() -> None:
+    micro = build([row([5, 6, 7, 8], 2, [True, False]), row([1, 2], 1, [True]), row([3, 4, 9], 1, [True, True])])
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8], [1, 2, 0, 0], [3, 4, 9, 0]]
+    assert micro.labels.tolist() == [7, 2, 4, 9]
+    flat = micro.input_ids.flatten()
+    assert flat[micro.positions].tolist() == [6, 1, 3, 4]
+    assert flat[micro.positions + 1].tolist() == micro.labels.tolist()
+    assert micro.sequence.tolist() == [0, 1, 2, 2]
+    assert micro.advantages.tolist() == [0, 0, 0, 1]
+    assert micro.valid.all()
+
+
+@pytest.mark.parametrize("rows", [[], [row([1, 2, 3], 1, [False, False])]])
+def test_nothing_to_train_on_becomes_one_token_of_weight_zero(rows: list[Row]) -> None:
+    micro = build(rows)
+    assert micro.valid.tolist() == [False]
+    assert micro.input_ids.shape[0] == 1
+    assert len(micro.positions) == len(micro.labels) == len(micro.behave) == 1
