@@ -1,0 +1,151 @@
+"""Token-in, token-out requests to a vLLM server, and why one that gave nothing failed.
+
+Knows nothing about groups or rewards. The weight version is the caller's: it is pinned before the request leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from muster.config import Rollout
+from muster.errors import InvalidInput
+
+
+class SlotFailure(Exception):
+    """A slot cannot be completed.
+
+    Attributes:
+        reason: one of `muster.groups.FAILURE_REASONS`.
+        partial: what had been sampled by then, if anything.
+    """
+
+    def __init__(self, reason: str, message: str, partial: Completion | None = None) -> None:
+        self.reason, self.partial = reason, partial
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request returned.
+
+    Attributes:
+        ids: sampled tokens, the stop token included.
+        logprobs: of each token under the distribution sampled from, same length.
+        versions: weight version that produced each token, same length.
+        finish_reason: `stop`, `length` or `abort`.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+
+
+class Client:
+    """Generates from the servers of a run. Use as an asynchronous context manager.
+
+    Args:
+        rollout: endpoints, sampling settings and time limits.
+        version: the weight version that every endpoint has proved to serve.
+    """
+
+    def __init__(self, rollout: Rollout, version: int) -> None:
+        if not rollout.endpoints:
+            raise InvalidInput(
+                "rollout.endpoints: no server to generate with; name at least one, such as http://vllm:8000"
+            )
+        self._rollout, self.version = rollout, version
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(rollout.request_timeout),
+            limits=httpx.Limits(
+                max_connections=rollout.max_concurrent, max_keepalive_connections=rollout.max_concurrent
+            ),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def generate(self, prompt_ids: Sequence[int], *, group_id: str, seed: int) -> Completion:
+        """Samples one completion.
+
+        Args:
+            prompt_ids: tokens of the prompt.
+            group_id: slots of one group go to one server, whose prefix cache then helps.
+            seed: of the sampler.
+
+        Raises:
+            SlotFailure: with the reason: `timeout`, `server_error`, `context_overflow`, `aborted` or `empty_completion`.
+        """
+        version = self.version
+        endpoint = self._rollout.endpoints[_hash(group_id) % len(self._rollout.endpoints)]
+        sampling = {
+            "max_tokens": self._rollout.max_new_tokens,
+            "temperature": self._rollout.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "logprobs": 0,
+            "seed": seed,
+        }
+        body = {"token_ids": list(prompt_ids), "sampling_params": sampling}
+        try:
+            answer = await self._http.post(f"{endpoint}/inference/v1/generate", json=body)
+        except httpx.TimeoutException:
+            raise SlotFailure(
+                "timeout", f"{endpoint} gave no answer in request_timeout {self._rollout.request_timeout:g} s"
+            ) from None
+        except httpx.HTTPError as error:
+            raise SlotFailure("server_error", f"{endpoint}: {type(error).__name__}: {error}") from error
+        if answer.status_code != httpx.codes.OK:
+            text = answer.text[:300]
+            too_long = answer.status_code == httpx.codes.BAD_REQUEST and "context length" in text
+            raise SlotFailure(
+                "context_overflow" if too_long else "server_error", f"{endpoint} answered {answer.status_code}: {text}"
+            )
+        return _completion(answer, endpoint, version)
+
+
+def slot_seed(seed: int, group_id: str, slot: int, segment: int = 0) -> int:
+    """The sampler's seed of one segment of one slot: 31 bits, the same in every process.
+
+    Args:
+        seed: of the run.
+        group_id: of the group.
+        slot: 0..G-1.
+        segment: 0, then one more after each resumption.
+    """
+    return _hash(f"{seed}\0{group_id}\0{slot}\0{segment}") & 0x7FFFFFFF
+
+
+def _completion(answer: httpx.Response, endpoint: str, version: int) -> Completion:
+    """Reads an answer and checks what a lying server could get wrong."""
+    try:
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        ids = tuple(int(token) for token in choice["token_ids"])
+        finish = choice["finish_reason"]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        sampled = [(int(entry["token_id"]), float(entry["logprob"])) for entry in content]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise SlotFailure("server_error", f"{endpoint} sent an answer that cannot be read: {error!r}") from error
+    if tuple(token for token, _ in sampled) != ids or not all(math.isfinite(value) for _, value in sampled):
+        raise SlotFailure("server_error", f"{endpoint} sent log-probs that do not fit its {len(ids)} tokens")
+    done = Completion(ids, tuple(value for _, value in sampled), (version,) * len(ids), str(finish))
+    if finish == "abort":
+        raise SlotFailure("aborted", f"{endpoint} aborted the request after {len(ids)} tokens", partial=done)
+    if not ids:
+        raise SlotFailure("empty_completion", f"{endpoint} returned no token")
+    return done
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,90 @@
+"""What ends a collection from outside: a server that died, a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import httpx
+
+from muster.errors import DependencyDied, Interrupted
+
+T = TypeVar("T")
+
+_HEALTH_SECONDS = 1.0
+_HEALTH_FAILURES = 3
+
+
+@contextlib.asynccontextmanager
+async def watched(endpoints: Sequence[str]) -> AsyncIterator[None]:
+    """Watches the servers while the block runs, and ends it when one has died.
+
+    Raises:
+        DependencyDied: a server failed its health check three times in a row.
+    """
+    body = asyncio.current_task()
+    assert body is not None
+    death: list[str] = []
+
+    async def watch(endpoint: str) -> None:
+        failures = 0
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as http:
+            while failures < _HEALTH_FAILURES:
+                await asyncio.sleep(_HEALTH_SECONDS)
+                try:
+                    answer = await http.get(f"{endpoint}/health")
+                    problem = None if answer.status_code == httpx.codes.OK else f"answered {answer.status_code}"
+                except httpx.ReadTimeout:
+                    problem = None  # busy, not dead: slots have time limits of their own
+                except httpx.HTTPError as error:
+                    problem = f"{type(error).__name__}: {error}"
+                failures = failures + 1 if problem else 0
+        death.append(f"the server {endpoint} died while rollouts were collected: its health check {problem}")
+        body.cancel()
+
+    watches = [asyncio.create_task(watch(endpoint)) for endpoint in endpoints]
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not death:
+            raise
+        body.uncancel()
+        raise DependencyDied(death[0]) from None
+    finally:
+        for task in watches:
+            task.cancel()
+
+
+def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine; SIGINT and SIGTERM cancel it.
+
+    Raises:
+        Interrupted: a signal came; the coroutine has cleaned up by then.
+    """
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        caught: list[signal.Signals] = []
+
+        def stop(number: signal.Signals) -> None:
+            caught.append(number)
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+            raise Interrupted(f"stopped by {caught[0].name}") from None
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    return asyncio.run(main())
