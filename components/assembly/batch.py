@@ -107,7 +107,9 @@ class TrainingBatch:
             temporary.mkdir(parents=True)
             first = next(parts := self.stretches())
             write_parquet(_chain(first, parts), first.schema, temporary / BATCH)
-            (temporary / SUMMARY).write_text(json.dumps(self.summary, indent=1) + "\n", encoding="utf-8")
+            (temporary / SUMMARY).write_text(
+                json.dumps(self.summary, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
             for path in (temporary / BATCH, temporary / SUMMARY, temporary):
                 sync(path)
             if out.exists():

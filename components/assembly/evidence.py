@@ -69,6 +69,11 @@ def summarize(slots: Slots, trained: Trained, config: RunConfig) -> dict[str, An
     those with enough usable slots; `counted`, failed slots that a policy made usable, by reason; `advantages`, whether
     they are final or the trainer's.
     """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _summarize(slots, trained, config)
+
+
+def _summarize(slots: Slots, trained: Trained, config: RunConfig) -> dict[str, Any]:
     decided, target = slots.decided, config.group.n_samples
     groups = len(decided.outcome)
     outcomes = {name: int((decided.outcome == outcome_code(name)).sum()) for name in _OUTCOMES}
@@ -102,7 +107,7 @@ def summarize(slots: Slots, trained: Trained, config: RunConfig) -> dict[str, An
             "masked_ratio": (trained.tokens - trained.valid) / trained.tokens if trained.tokens else 0.0,
         },
         "min_usable_group_size": config.min_usable_group_size,
-        "reward": {"mean": _mean(rewards), "std": float(np.std(rewards)) if len(rewards) else None},
+        "reward": {"mean": _mean(rewards), "std": _std(rewards)},
         "bias": bias,
         "informative": {"groups": informative, "share": informative / int(judged.sum()) if judged.any() else None},
         "counted": count_failures(slots.settled.counted),
@@ -187,7 +192,16 @@ def _standard_error(slots: Slots, whole: NDArray[np.bool_]) -> float:
 
 
 def _mean(values: NDArray[Any]) -> float | None:
-    return float(values.mean()) if len(values) else None
+    return _finite(values.mean()) if len(values) else None
+
+
+def _std(values: Floats) -> float | None:
+    return _finite(values.std()) if len(values) else None
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: rewards near the largest float may have one for a mean."""
+    return float(value) if np.isfinite(value) else None
 
 
 def describe_failures(failures: dict[str, int]) -> str:

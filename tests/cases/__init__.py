@@ -1,0 +1,1 @@
+"""Groups written short, with the right answers: data for the tests of assembly."""
