@@ -30,11 +30,14 @@ log = logging.getLogger("muster.job")
 _AWAY = frozenset({0, 429, 500, 502, 503, 504})
 """Answers that say nothing about the request: the server is busy, restarting, or not there."""
 
+_DISCOVERY_SECONDS = 30.0
+"""How long a starting API server may not know custom resources; it says 404 then, as if the object were not there."""
+
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _REQUEST_SECONDS = 20.0
 
 
-class Expired(Exception):  # noqa: N818 - named as the API names it
+class Expired(Exception):
     """The resource version of a watch is too old: look again from the start."""
 
 
@@ -66,7 +69,7 @@ class Cluster:
 
         Raises:
             ApiException: the API refused; not for 401 and 403, which become InvalidInput.
-            InvalidInput: the account may not do this.
+            InvalidInput: the account may not do this, or the API has no such kind of object.
             DependencyDied: the API was away for too long.
         """
         limit = self.outage_seconds if patience is None else patience
@@ -76,7 +79,13 @@ class Cluster:
             try:
                 return function(*args, **more)
             except ApiException as error:
-                if (error.status or 0) not in _AWAY:
+                unknown = _is_unknown_kind(error)
+                if unknown and time.monotonic() - begun > min(limit, _DISCOVERY_SECONDS):
+                    raise InvalidInput(
+                        f"cannot {what}: the Kubernetes API has no such kind of object; is the training operator (1.9) "
+                        "installed?"
+                    ) from error
+                if not unknown and (error.status or 0) not in _AWAY:
                     raise _allowed(error, what, self.namespace) from error
                 reason = f"{error.status} {error.reason}"
             except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -123,7 +132,7 @@ class Cluster:
         except ApiException as error:
             if error.status == 410:
                 raise Expired from error
-            if (error.status or 0) in _AWAY:
+            if (error.status or 0) in _AWAY or _is_unknown_kind(error):
                 return
             raise _allowed(error, f"watch {plural}", self.namespace) from error
         except (urllib3.exceptions.HTTPError, OSError):
@@ -307,6 +316,16 @@ def _allowed(error: Any, what: str, namespace: str) -> Any:
         f"the Kubernetes API does not let this account {what} in namespace {namespace}: {said(error)}; bind it the "
         "Role of muster's chart (muster.job.pytorchjob.RBAC_RULES)"
     )
+
+
+def _is_unknown_kind(error: Any) -> bool:
+    """Whether a 404 is about the kind of object and not about one object: then it is no Status, only a page."""
+    if error.status != 404:
+        return False
+    try:
+        return bool(json.loads(error.body)["kind"] != "Status")
+    except (TypeError, ValueError, KeyError):
+        return True
 
 
 def said(error: Any) -> str:

@@ -109,11 +109,12 @@ def guard(
     return ABANDONED
 
 
-def cluster_lease(lease: str) -> Callable[[], dict[str, Any] | None]:
+def cluster_lease(lease: str, account: Path = _ACCOUNT) -> Callable[[], dict[str, Any] | None]:
     """Reads a Lease of this cluster with the pod's own account.
 
     Args:
         lease: "namespace/name".
+        account: the folder with the account's token and the cluster's certificate.
     """
     namespace, _, name = lease.partition("/")
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -124,8 +125,8 @@ def cluster_lease(lease: str) -> Callable[[], dict[str, Any] | None]:
     def read() -> dict[str, Any] | None:
         nonlocal complaint
         try:
-            token = (_ACCOUNT / "token").read_text(encoding="ascii").strip()
-            trust = ssl.create_default_context(cafile=str(_ACCOUNT / "ca.crt"))
+            token = (account / "token").read_text(encoding="ascii").strip()
+            trust = ssl.create_default_context(cafile=str(account / "ca.crt"))
             answer = httpx.get(url, headers={"Authorization": f"Bearer {token}"}, verify=trust, timeout=10)
             answer.raise_for_status()
             spec = answer.json().get("spec")

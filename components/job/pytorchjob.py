@@ -28,7 +28,7 @@ RBAC_RULES: list[dict[str, list[str]]] = [
     {
         "apiGroups": ["kubeflow.org"],
         "resources": ["pytorchjobs"],
-        "verbs": ["create", "get", "list", "watch", "patch", "delete"],
+        "verbs": ["create", "get", "list", "watch", "update", "delete"],
     },
     {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create", "get", "update"]},
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
@@ -188,17 +188,30 @@ class PyTorchJobBackend:
             )
 
     def _own(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Gives an adopted job our Workflow as its owner."""
-        owner = self._identity.owner
-        wanted = [owner.reference()] if owner else []
-        current = [{key: ref.get(key) for key in wanted[0]} for ref in _owners(job)] if wanted else []
-        if not wanted or current == wanted:
+        """Gives an adopted job our Workflow as its owner, in the place of an earlier one."""
+        if self._identity.owner is None:
             return job
+        wanted = self._identity.owner.reference()
         name = job["metadata"]["name"]
-        patch = [{"op": "add", "path": "/metadata/ownerReferences", "value": wanted}]
-        call = self._cluster.custom.patch_namespaced_custom_object
+        call = self._cluster.custom.replace_namespaced_custom_object
         where = (m.GROUP, m.VERSION, self._cluster.namespace, m.PLURAL, name)
-        return dict(self._cluster.call(f"set the owner of PyTorchJob {name}", call, *where, patch))
+        for _ in range(5):
+            owners = job["metadata"].get("ownerReferences") or []
+            if any(all(owner.get(key) == wanted[key] for key in wanted) for owner in owners):
+                return job
+            body = {**job, "metadata": {**job["metadata"], "ownerReferences": [wanted]}}
+            try:
+                # A whole object with its resource version: nobody's change in between is lost.
+                return dict(self._cluster.call(f"set the owner of PyTorchJob {name}", call, *where, body))
+            except ApiException as error:
+                if error.status != 409:
+                    raise self._refused(error, name) from error
+            found = self._get(name)
+            if found is None:
+                raise DependencyDied(f"PyTorchJob {self._at(name)} was deleted by someone else while it was adopted")
+            job = found
+        log.warning("PyTorchJob %s changes all the time: its owner stays as it is", self._at(name))
+        return job
 
     def _wait_until_quiet(self, spec: JobSpec, attempt: int, notify: Notify) -> None:
         """Waits until no pod of another attempt runs: two would write the same checkpoints."""
@@ -223,8 +236,7 @@ class PyTorchJobBackend:
         """What it means that the API refused to create the job."""
         if error.status == 404:
             return InvalidInput(
-                f"cannot create PyTorchJob {self._at(name)}: {said(error)}; is the training operator (1.9) "
-                "installed, and does the namespace exist?"
+                f"cannot create PyTorchJob {self._at(name)}: {said(error)}; job.namespace must name one that exists"
             )
         return InvalidInput(f"the Kubernetes API refused PyTorchJob {self._at(name)}: {said(error)}")
 
@@ -468,10 +480,6 @@ def _condition(job: dict[str, Any], kind: str) -> dict[str, Any] | None:
         if condition.get("type") == kind and condition.get("status") == "True":
             return dict(condition)
     return None
-
-
-def _owners(job: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(job["metadata"].get("ownerReferences") or [])
 
 
 def _reference(job: dict[str, Any]) -> dict[str, str]:

@@ -178,7 +178,8 @@ class Launcher:
         try:
             return wait_for(event, seconds)
         except AssertionError:
-            raise AssertionError(f"no {kind} event with {text!r} in {self.events}; error {self.error!r}") from None
+            ended = f"{type(self.error).__name__}: {self.error}"
+            raise AssertionError(f"no {kind} event with {text!r} in {self.events}; ended by {ended}") from None
 
     def end(self, seconds: float = 40) -> BaseException | None:
         """Waits for the end and returns the error, if any."""

@@ -575,10 +575,11 @@ def test_deleting_the_workflow_deletes_job_and_lease(room: Any) -> None:
     assert "deleted by someone else" in str(launcher.end())
 
 
-def test_a_cluster_without_the_operator_says_so(room: Any) -> None:
+def test_a_namespace_that_is_not_there_is_named(room: Any) -> None:
     config = room.config(namespace="no-such-namespace")
     cluster = Cluster(room.apiserver.client(), "no-such-namespace", 5)
     backend = type(room.backend())(config, cluster, Identity("launcher-1"))
     error = room.launch(backend).end()
     assert isinstance(error, InvalidInput)
-    assert "does the namespace exist" in str(error)
+    assert "no-such-namespace" in str(error)
+    assert "job.namespace" in str(error)

@@ -79,6 +79,7 @@ class ApiServer:
         self.api: Child | None = None
         self._others: list[Child] = []
         self._etcd = ""
+        self._has_crds = False
         self._programs = Path()
 
     def start(self) -> None:
@@ -142,6 +143,8 @@ class ApiServer:
                 raise RuntimeError(f"kube-apiserver exited with {api.returncode}:\n{tail(api.log)}")
             with contextlib.suppress(ApiException, urllib3.exceptions.HTTPError, OSError):
                 namespaces = k8s.CoreV1Api(self.client()).list_namespace().items
+                if self._has_crds:  # a restarted server knows custom resources a little later than its own
+                    k8s.CustomObjectsApi(self.client()).list_cluster_custom_object("kubeflow.org", "v1", "pytorchjobs")
                 return any(item.metadata.name == "default" for item in namespaces)
             return False
 
@@ -248,6 +251,7 @@ class ApiServer:
                 return any(item.type == "Established" and item.status == "True" for item in conditions)
 
             wait_for(established, 30)
+        self._has_crds = True
 
 
 def pytorchjob_crd() -> dict[str, Any]:
