@@ -107,7 +107,7 @@ def _explained(error: Exception) -> MusterError | None:
     import torch
     import torch.distributed as dist
 
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". This is typically")[0]
     if isinstance(error, torch.OutOfMemoryError):
         return InvalidInput(
             f"out of accelerator memory: {first_line}; lower training.max_tokens_per_mb or logprobs_chunk_size, or use "
@@ -117,7 +117,10 @@ def _explained(error: Exception) -> MusterError | None:
     if isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
     ):
-        return DependencyDied(f"another rank of the training job died or did not answer: {first_line}")
+        return DependencyDied(
+            f"another rank of the training job died or did not answer: {first_line}; that rank's own end is in the "
+            "job's log (exit code -9 without a word is mostly the kernel's out-of-memory killer)"
+        )
     return None
 
 

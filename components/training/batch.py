@@ -172,18 +172,20 @@ def _optional(table: pa.Table, name: str, default: Any) -> list[Any]:
 
 def _lists(table: pa.Table, name: str, path: Path) -> list[npt.NDArray[Any]]:
     """A list column as one numpy array a row."""
-    column = table.column(name).combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        column = column.chunk(0)
+    column = table.column(name)
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise InvalidInput(f"{path}: the column {name} must hold lists, not {column.type}")
     if column.null_count:
         raise InvalidInput(f"{path}: the column {name} has {column.null_count} rows without a value")
-    values = column.flatten()
-    if values.null_count:
-        raise InvalidInput(f"{path}: the column {name} has {values.null_count} elements without a value")
-    offsets = column.offsets.to_numpy()
-    return np.split(values.to_numpy(zero_copy_only=False), offsets[1:-1] - offsets[0])
+    rows: list[npt.NDArray[Any]] = []
+    for chunk in column.chunks:
+        values = chunk.flatten()
+        if values.null_count:
+            raise InvalidInput(f"{path}: the column {name} has {values.null_count} elements without a value")
+        offsets = chunk.offsets.to_numpy()
+        if len(chunk):
+            rows += np.split(values.to_numpy(zero_copy_only=False), offsets[1:-1] - offsets[0])
+    return rows
 
 
 def _fault(each: dict[str, npt.NDArray[Any]], version: int, longest: int) -> str | None:

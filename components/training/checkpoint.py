@@ -6,20 +6,13 @@ Tensors are stored whole, so that any number of ranks reads them. No weights for
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from muster.errors import InvalidInput
 from muster.training.engine import Engine, Kind
 from muster.training.files import appearing, keep_versions, write_tensors
 from muster.training.ranks import Ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -49,17 +42,16 @@ def save(engine: Engine, state: State, ranks: Ranks, directory: Path) -> None:
     Raises:
         DependencyDied: the storage failed.
     """
-    kinds: tuple[Kind, ...] = (*(("parameter",) if state.masters else ()), *_MOMENTS)
+    kinds = _kinds(state)
+    tensors = (tensor for kind in kinds for _, tensor in engine.full(kind))
     if not ranks.first:
-        for kind in kinds:
-            for _ in engine.full(kind):
-                pass
+        for _ in tensors:
+            pass
         return
+    shapes = {f"{kind}.{name}": shape for kind in kinds for name, shape in engine.shapes().items()}
     with appearing(directory) as part:
-        for kind in kinds:
-            shapes = {f"{kind}.{name}": shape for name, shape in engine.shapes().items()}
-            (part / kind).mkdir()
-            write_tensors(part / kind / "model.safetensors", shapes, "float32", _whole(engine, kind))
+        whole = (tensor for tensor in tensors if tensor is not None)
+        write_tensors(part / "optimizer.safetensors", shapes, "float32", whole)
         (part / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
 
 
@@ -76,9 +68,8 @@ def load(engine: Engine, directory: Path, version: int) -> State:
         raise InvalidInput(f"{path}: cannot read the checkpoint to train version {version} from: {error}") from error
     if state.version != version:
         raise InvalidInput(f"{path}: version is {state.version}, but version {version} is to be trained")
-    kinds: tuple[Kind, ...] = (*(("parameter",) if state.masters else ()), *_MOMENTS)
-    for kind in kinds:
-        engine.restore(kind, directory / kind / "model.safetensors")
+    for kind in _kinds(state):
+        engine.restore(kind, directory)
     engine.set_steps(state.optimizer_steps)
     return state
 
@@ -93,5 +84,6 @@ def collect_old(weights: Path, checkpoints: Path, *, version: int, keep: int) ->
     keep_versions(checkpoints, set(range(version - keep + 1, version + 1)), below=version)
 
 
-def _whole(engine: Engine, kind: Kind) -> Iterator[Tensor]:
-    return (tensor for _, tensor in engine.full(kind) if tensor is not None)
+def _kinds(state: State) -> tuple[Kind, ...]:
+    """What a checkpoint holds for each parameter."""
+    return ("parameter", "exp_avg", "exp_avg_sq") if state.masters else ("exp_avg", "exp_avg_sq")

@@ -41,8 +41,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def build_on_meta(directory: Path) -> nn.Module:
+def build_on_meta(directory: Path) -> tuple[nn.Module, bool]:
     """The model of a directory without memory behind its parameters, in float32, its embeddings untied.
+
+    Returns:
+        The model, and whether its files hold one tensor for embedding and output layer.
 
     Raises:
         InvalidInput: transformers knows no such causal language model.
@@ -52,13 +55,14 @@ def build_on_meta(directory: Path) -> nn.Module:
     read_config(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tied = bool(getattr(config, "tie_word_embeddings", False))
         config.tie_word_embeddings = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, KeyError, OSError, AttributeError) as error:
         raise InvalidInput(f"{directory}: transformers cannot build this model: {error}") from error
     assert isinstance(model, nn.Module)
-    return model.eval()
+    return model.eval(), tied
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:

@@ -25,26 +25,31 @@ VOCABULARY = 20
 LIMIT = 90
 
 
-def make_model(directory: Path, *, seed: int = 0, tied: bool = False, dtype: str = "float32") -> Path:
-    """A Qwen3 with random weights large enough that its log-probs are far from uniform."""
+def make_model(directory: Path, *, seed: int = 0, family: str = "Qwen3", tied: bool = False, **changes: Any) -> Path:
+    """A tiny model with random weights large enough that its log-probs are far from uniform."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=192,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
+    config = getattr(transformers, f"{family}Config")(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 192,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": tied,
+            "initializer_range": 0.1,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": None,
+            **changes,
+        }
     )
-    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
-    model.save_pretrained(directory)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
     return directory
 
@@ -241,8 +246,8 @@ class Job:
         """A part of a checkpoint."""
         from safetensors.numpy import load_file
 
-        found = load_file(self.root / f"checkpoints/v{version:04d}/{kind}/model.safetensors")
-        return {name.removeprefix(f"{kind}."): value for name, value in found.items()}
+        found = load_file(self.root / f"checkpoints/v{version:04d}/optimizer.safetensors")
+        return {n.removeprefix(f"{kind}."): v for n, v in found.items() if n.startswith(f"{kind}.")}
 
     def weights(self, version: int) -> dict[str, np.ndarray]:
         """Exported weights."""

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SIZES = [4, 3, 2, 4, 1, 3]
 OPTIMIZER = {"lr": 1e-2, "betas": [0.5, 0.99], "eps": 1e-4, "grad_clip": 1e6}
@@ -37,7 +37,10 @@ def test_one_update_whatever_the_layout_and_a_checkpoint_moves_between_layouts(
     first_results = {}
     for ranks, run in runs.items():
         run.inside(0, None)
-        first_results[ranks] = run.train(0, lab.write_batch(run.root / "b0", rows), ranks=ranks, updates_per_batch=1)
+        batch = lab.write_batch(run.root / "b0", rows)
+        train = run.train if ranks > 1 else run.inside
+        options = {"ranks": ranks} if ranks > 1 else {}
+        first_results[ranks] = train(0, batch, updates_per_batch=1, **options)
         assert first_results[ranks]["world_size"] == ranks
 
     # the gradient is exp_avg / (1 - beta1) after the first step, and equals the one on the survivors alone
@@ -52,15 +55,17 @@ def test_one_update_whatever_the_layout_and_a_checkpoint_moves_between_layouts(
                 first_results[1]["updates"][0][key], rel=1e-4, abs=1e-6
             )
 
-    # 1 -> 2 -> with an idle rank, 2 -> 1, 3 -> 3 with two idle ranks
+    # one group an update: on two ranks one of them idles
     results = {}
-    for before, after in ((1, 2), (2, 1), (3, 3)):
+    for before, after in ((1, 2), (2, 1)):
         run = runs[before]
-        results[before] = run.train(1, lab.write_batch(run.root / "b1", second), ranks=after, updates_per_batch=2)
+        batch = lab.write_batch(run.root / "b1", second)
+        train = run.train if after > 1 else run.inside
+        options = {"ranks": after} if after > 1 else {}
+        results[before] = train(1, batch, updates_per_batch=2, **options)
         assert_same(runs[1].weights(2), run.weights(2), f"weights on {before}, then {after} ranks")
         assert results[before]["optimizer_steps_total"] == 3
     assert results[1]["updates"][0]["load_imbalance"] == pytest.approx(2.0)
-    assert results[3]["updates"][0]["load_imbalance"] == pytest.approx(3.0)
 
 
 def test_a_broken_batch_is_refused_and_an_infinite_gradient_is_skipped_on_every_rank(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from muster.errors import DependencyDied, InvalidInput
+from muster.errors import DependencyDied, InvalidInput, NotBuilt
 from muster.training.batch import cut
 from muster.training.schedule import learning_rate
 
@@ -252,3 +252,62 @@ def test_what_a_job_starts_from_is_checked(prepared: Any, lab: Any, model: Path,
     (broken / "config.json").write_text(json.dumps({**text, "quantization_config": {"quant_method": "fp8"}}))
     refused("the model is quantised", 0, None, one)
     assert not one.root.joinpath("weights").exists()
+
+
+def test_a_batch_that_assembly_made_from_incomplete_groups_trains(job: Any, lab: Any, model: Path) -> None:
+    from muster import config as configuration
+    from muster import trajectory
+    from muster.assembly import assemble
+
+    run = job(training={"updates_per_batch": 1})
+    run.inside(0, None)
+    rows = [
+        {name: value for name, value in row.items() if name not in ("advantages", "normalized_reward", "group_usable")}
+        for row in lab.make_rows(model, [4, 1, 3])
+    ]
+    trajectory.write(rows, run.root / "rollouts.parquet")
+    settings = configuration.load(run.config())
+    batch = assemble(trajectory.read([run.root / "rollouts.parquet"]), settings)
+    assert batch.summary["groups"]["below_minimum"] == 1
+    batch.write(run.root / "batch")
+    result = run.inside(0, run.root / "batch")
+    assert result["tokens"]["valid"] == batch.summary["tokens"]["valid"]
+    assert result["updates"][0]["applied"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Qwen2", {"tie_word_embeddings": True}),
+        ("Mistral", {"sliding_window": 64}),
+        (
+            "Llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 10000.0,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
+    ],
+)
+def test_other_families_train_and_their_probe_holds(
+    job: Any, lab: Any, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    run = job(path=lab.make_model(tmp_path / family, family=family, **changes))
+    run.inside(0, None)
+    run.inside(0, lab.write_batch(run.root / "b0", lab.make_rows(tmp_path / family, [2, 3])))
+    probe = json.loads((run.root / "weights/v0001/probe.json").read_text())
+    true = lab.logprobs_of(run.root / "weights/v0001", probe["prompt_ids"][:1], probe["prompt_ids"][1:])
+    np.testing.assert_allclose(probe["logprobs"], true, atol=1e-5)
+
+
+def test_models_that_scale_their_logits_are_not_built(job: Any, lab: Any, tmp_path: Path) -> None:
+    run = job(path=lab.make_model(tmp_path / "gemma", family="Gemma2"))
+    with pytest.raises(NotBuilt, match=r"final_logit_softcapping 30\.0"):
+        run.inside(0, None)
+    torch.distributed.destroy_process_group()

@@ -39,7 +39,7 @@ def row(group: str = "g", slot: int = 0, **changes: Any) -> dict[str, Any]:
 
 def write(directory: Path, rows: list[dict[str, Any]]) -> Path:
     columns = {name: [r[name] for r in rows] for name in row()}
-    pq.write_table(pa.table(columns), directory / "batch.parquet")
+    pq.write_table(pa.table(columns), directory / "batch.parquet", row_group_size=2)
     return directory
 
 

@@ -56,8 +56,8 @@ class Engine(Protocol):
     def full(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
         """One whole float32 tensor after another, on the CPU of rank 0; None on the others."""
 
-    def restore(self, kind: Kind, file: Path) -> None:
-        """Reads this rank's part of every tensor from a safetensors file that holds `{kind}.{name}` whole."""
+    def restore(self, kind: Kind, directory: Path) -> None:
+        """Reads this rank's part of every tensor from safetensors files that hold `{kind}.{name}` whole."""
 
     def set_steps(self, steps: int) -> None:
         """Sets the number of optimizer steps applied so far (AdamW's bias correction)."""

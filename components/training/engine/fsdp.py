@@ -23,7 +23,7 @@ from muster.errors import InvalidInput
 from muster.training.engine import Kind, Objective
 from muster.training.logprob import token_logprobs
 from muster.training.microbatch import MicroBatch
-from muster.training.model import TensorFiles, build_on_meta, fill_buffers, read_config
+from muster.training.model import TensorFiles, build_on_meta, fill_buffers
 from muster.training.ranks import Ranks
 
 _PREFIX = "lm."
@@ -63,10 +63,9 @@ class FSDPEngine:
         """Shards the model in `source` over the ranks and reads its weights."""
         assert config.model is not None
         self._ranks, self._settings = ranks, config.training.optimizer
-        lm = build_on_meta(source)
-        raw = read_config(source)
+        lm, tied = build_on_meta(source)
         self.vocabulary = int(cast(Any, lm).get_input_embeddings().weight.shape[0])
-        self.positions = int(raw.get("max_position_embeddings") or 2**31)
+        self.positions = int(getattr(cast(Any, lm).config, "max_position_embeddings", None) or 2**31)
         policy = Policy(
             lm,
             temperature=config.rollout.temperature if config.rollout else 1.0,
@@ -94,7 +93,7 @@ class FSDPEngine:
             name.removeprefix(_PREFIX): cast(DTensor, parameter) for name, parameter in self._policy.named_parameters()
         }
         files = TensorFiles(source)
-        if raw.get("tie_word_embeddings", False) or cast(Any, lm).get_output_embeddings() is None:
+        if tied:
             self._untie(lm, files)
         files.check(self.shapes())
         self._fill(self._parameters, files, prefix="")
@@ -155,13 +154,13 @@ class FSDPEngine:
             whole = cast(DTensor, tensor.detach()).full_tensor()
             yield name, whole.cpu() if self._ranks.rank == 0 else None
 
-    def restore(self, kind: Kind, file: Path) -> None:
+    def restore(self, kind: Kind, directory: Path) -> None:
         """Reads this rank's part of each tensor."""
-        files = TensorFiles(file.parent)
+        files = TensorFiles(directory)
         try:
             self._fill(self._kept(kind), files, prefix=f"{kind}.")
         except (KeyError, ValueError) as error:
-            raise InvalidInput(f"{file}: does not fit the model: {error}") from error
+            raise InvalidInput(f"{directory}: does not fit the model: {error}") from error
 
     def set_steps(self, steps: int) -> None:
         """Sets AdamW's step count."""
