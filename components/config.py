@@ -309,6 +309,11 @@ class Job(Section):
     lease_seconds: Positive = 1800.0
     service_account: str = "muster-job"
     env: dict[str, str] = {}
+    # where pods may go, and what they may pull; as in a pod's own specification
+    node_selector: dict[str, str] = {}
+    tolerations: list[dict[str, Any]] = []
+    image_pull_secrets: list[str] = []
+    priority_class: str | None = None
 
     @property
     def processes_per_replica(self) -> int:

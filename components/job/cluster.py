@@ -237,6 +237,7 @@ class Lease:
         self._cluster, self.name, self._holder, self._seconds = cluster, name, holder, seconds
         self._renewed_at = -1e9
         self._ours = False
+        self._metadata: dict[str, Any] = {}
 
     @property
     def interval(self) -> float:
@@ -250,27 +251,15 @@ class Lease:
             owner: the job, as an owner reference: the lease goes with it.
             labels: for `kubectl get lease -l`.
         """
-        metadata = {
+        self._metadata = {
             "name": self.name,
             "namespace": self._cluster.namespace,
             "labels": labels,
             "ownerReferences": [owner],
         }
-        body = {
-            "apiVersion": f"{self.GROUP}/{self.VERSION}",
-            "kind": "Lease",
-            "metadata": metadata,
-            "spec": self._spec(),
-        }
-        where = (self.GROUP, self.VERSION, self._cluster.namespace, self.PLURAL)
-        what = f"create lease {self.name}"
-        try:
-            self._cluster.call(what, self._cluster.custom.create_namespaced_custom_object, *where, body)
-        except ApiException as error:
-            if error.status != 409:
-                raise
-            self._write(takeover=True)
-        self._ours, self._renewed_at = True, time.monotonic()
+        self._ours = True
+        self._write(takeover=True)
+        self._renewed_at = time.monotonic()
 
     def renew(self) -> None:
         """Renews when it is time to; failing is only logged, the next time may work."""
@@ -283,24 +272,31 @@ class Lease:
             log.warning("cannot renew lease %s: %s", self.name, str(error).splitlines()[0])
 
     def _write(self, *, takeover: bool) -> None:
+        """Creates or replaces the lease with the time of now."""
+        where = (self.GROUP, self.VERSION, self._cluster.namespace, self.PLURAL)
+        patience = None if takeover else 10.0
         for _ in range(5):
-            found = self._cluster.get(self.GROUP, self.VERSION, self.PLURAL, self.name, patience=10.0)
-            if found is None:
-                return
-            holder = (found.get("spec") or {}).get("holderIdentity")
-            if holder != self._holder and not takeover:
-                log.warning("lease %s was taken over by %s: leaving the renewals to it", self.name, holder)
-                self._ours = False
-                return
-            found["spec"] = {**(found.get("spec") or {}), **self._spec()}
-            where = (self.GROUP, self.VERSION, self._cluster.namespace, self.PLURAL, self.name)
             try:
-                what = f"renew lease {self.name}"
+                found = self._cluster.get(self.GROUP, self.VERSION, self.PLURAL, self.name, patience=patience)
+                if found is None:
+                    kind = {"apiVersion": f"{self.GROUP}/{self.VERSION}", "kind": "Lease"}
+                    body = {**kind, "metadata": self._metadata, "spec": self._spec()}
+                    create = self._cluster.custom.create_namespaced_custom_object
+                    self._cluster.call(f"create lease {self.name}", create, *where, body, patience=patience)
+                    return
+                holder = (found.get("spec") or {}).get("holderIdentity")
+                if holder != self._holder and not takeover:
+                    log.warning("lease %s was taken over by %s: leaving the renewals to it", self.name, holder)
+                    self._ours = False
+                    return
+                # An earlier job of this name may still own it: the garbage collector must not take it with that one.
+                metadata = {**found["metadata"], "ownerReferences": self._metadata["ownerReferences"]}
+                body = {**found, "metadata": metadata, "spec": {**(found.get("spec") or {}), **self._spec()}}
                 replace = self._cluster.custom.replace_namespaced_custom_object
-                self._cluster.call(what, replace, *where, found, patience=10.0)
+                self._cluster.call(f"renew lease {self.name}", replace, *where, self.name, body, patience=patience)
                 return
             except ApiException as error:
-                if error.status != 409:
+                if error.status not in (404, 409):  # created, changed or deleted by someone in between
                     raise
 
     def _spec(self) -> dict[str, Any]:

@@ -84,13 +84,17 @@ def guard(
     Returns:
         The exit code to end with.
     """
-    child = subprocess.Popen(command)
+    # Handlers first: the kernel drops signals to the first process of a container that has none for them.
+    child: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, _frame: FrameType | None) -> None:
+        if child is None:
+            raise SystemExit(128 + number)
         child.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
+    child = subprocess.Popen(command)
     watch = Watch()
     while True:
         try:

@@ -205,7 +205,14 @@ def _pod(spec: JobSpec, config: RunConfig, name: str) -> dict[str, Any]:
     }
     if resources:
         container["resources"] = {"limits": resources, "requests": dict(resources)}
+    placement: dict[str, Any] = {
+        "nodeSelector": config.job.node_selector,
+        "tolerations": config.job.tolerations,
+        "imagePullSecrets": [{"name": secret} for secret in config.job.image_pull_secrets],
+        "priorityClassName": config.job.priority_class,
+    }
     return {
+        **{key: value for key, value in placement.items() if value},
         "serviceAccountName": config.job.service_account,
         "automountServiceAccountToken": True,  # the guard reads the job's lease, and may do nothing else
         "enableServiceLinks": False,

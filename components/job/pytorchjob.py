@@ -104,7 +104,8 @@ class PyTorchJobBackend:
         Raises:
             InvalidInput: the active one does something else.
         """
-        attempts = {int(job["metadata"]["labels"][m.ATTEMPT_LABEL]): job for job in self._list(spec)}
+        found = [(job["metadata"]["labels"].get(m.ATTEMPT_LABEL, ""), job) for job in self._list(spec)]
+        attempts = {int(number): job for number, job in found if number.isdecimal()}
         if not attempts:
             return 0
         last = max(attempts)
@@ -130,10 +131,10 @@ class PyTorchJobBackend:
             job, adopted = self._launch(spec, attempt, notify)
             lease = Lease(self._cluster, name, self._identity.holder, self._config.job.lease_seconds)
             lease.take(_reference(job), m.labels(self._run_id, spec, attempt))
-            kind = "adopted" if adopted else "launched"
-            notify(
-                JobEvent("adopted" if adopted else "launched", f"attempt {attempt}: {kind} PyTorchJob {self._at(name)}")
-            )
+            if adopted:
+                notify(JobEvent("adopted", f"attempt {attempt}: adopted PyTorchJob {self._at(name)}"))
+            else:
+                notify(JobEvent("launched", f"attempt {attempt}: created PyTorchJob {self._at(name)}"))
             return self._follow(spec, attempt, job, lease, notify)
         except KeyboardInterrupt:
             self._delete(name, job, "interrupted", notify)
@@ -218,7 +219,7 @@ class PyTorchJobBackend:
         begun, told = time.monotonic(), False
         while True:
             pods = self._pods(m.selector(self._run_id, spec) + f",{m.ATTEMPT_LABEL}!={attempt}")
-            names = [pod.metadata.name for pod in pods if pod.status.phase in ("Running", "Unknown")]
+            names = [pod.metadata.name for pod in pods if pod.status.phase not in ("Succeeded", "Failed")]
             if not names:
                 return
             waited = time.monotonic() - begun
@@ -337,6 +338,8 @@ class PyTorchJobBackend:
         if ending:
             self._delete(name, job, why, notify)
             return
+        if job is None and self._get_ours(name) is None:
+            return
         lease = self._config.job.lease_seconds
         text = (
             f"left PyTorchJob {self._at(name)} running ({why}): the next launcher adopts it; if none comes within "
@@ -346,9 +349,13 @@ class PyTorchJobBackend:
 
     def _delete(self, name: str, job: dict[str, Any] | None, why: str, notify: Notify) -> None:
         """One delete call; failing is only told, for this happens on the way out."""
-        options: dict[str, Any] = {"propagation_policy": "Background"}
-        if job is not None:
-            options["preconditions"] = k8s.V1Preconditions(uid=job["metadata"]["uid"])
+        job = job or self._get_ours(name)
+        if job is None:
+            return
+        options = {
+            "propagation_policy": "Background",
+            "preconditions": k8s.V1Preconditions(uid=job["metadata"]["uid"]),  # this one, not its successor
+        }
         call = self._cluster.custom.delete_namespaced_custom_object
         where = (m.GROUP, m.VERSION, self._cluster.namespace, m.PLURAL, name)
         body = k8s.V1DeleteOptions(**options)
@@ -360,6 +367,16 @@ class PyTorchJobBackend:
                 log.error("cannot delete PyTorchJob %s: %s", self._at(name), said(error))
         except (InvalidInput, DependencyDied) as error:
             log.error("cannot delete PyTorchJob %s: %s", self._at(name), error)
+
+    def _get_ours(self, name: str) -> dict[str, Any] | None:
+        """The job of that name, if a create whose answer never came has made it; never a foreign one."""
+        try:
+            found = self._cluster.get(m.GROUP, m.VERSION, m.PLURAL, name, patience=5.0)
+        except (ApiException, InvalidInput, DependencyDied) as error:
+            log.error("cannot see whether PyTorchJob %s was created: %s", self._at(name), str(error).splitlines()[0])
+            return None
+        labels = (found or {"metadata": {}})["metadata"].get("labels") or {}
+        return found if labels.get(m.RUN_LABEL) == self._run_id else None
 
     # --- small calls -----------------------------------------------------------------------------------------------
 
@@ -398,7 +415,8 @@ class PyTorchJobBackend:
             ).items
         except (ApiException, InvalidInput, DependencyDied):
             return ""
-        return str(events[-1].message) if events else ""
+        newest = max(events, key=lambda event: event.metadata.creation_timestamp, default=None)
+        return str(newest.message) if newest is not None else ""
 
 
 class _Waiting:

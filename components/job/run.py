@@ -14,8 +14,9 @@ from muster.process import terminable
 
 log = logging.getLogger("muster.job")
 
-FINAL_EXIT_CODES = frozenset({2, 3, 130})
-"""Failures that the same command would meet again, or that were asked for: never relaunched."""
+FINAL_EXIT_CODES = frozenset({2, 3})
+"""Failures that the same command would meet again. Not 130: a rank that is told to end while nobody has interrupted the
+caller was on a drained node, or another pod of its job had died."""
 
 
 class JobError(MusterError):

@@ -310,6 +310,56 @@ def test_the_launcher_that_lost_the_lease_stops_renewing(room: Any) -> None:
     assert second.end() is None
 
 
+def test_the_lease_of_an_earlier_job_of_that_name_is_taken_from_it(room: Any) -> None:
+    lease = {
+        "metadata": {
+            "name": NAME,
+            "ownerReferences": [{"apiVersion": "v1", "kind": "ConfigMap", "name": "earlier", "uid": "u"}],
+        },
+        "spec": {"holderIdentity": "launcher-0", "leaseDurationSeconds": 5},
+    }
+    earlier = room.operator.core.create_namespaced_config_map(room.namespace, {"metadata": {"name": "earlier"}})
+    lease["metadata"]["ownerReferences"][0]["uid"] = earlier.metadata.uid
+    coordination = k8s.CoordinationV1Api(room.apiserver.client())
+    coordination.create_namespaced_lease(room.namespace, lease)
+    launcher = room.launch()
+    launcher.told("launched")
+    room.operator.core.delete_namespaced_config_map("earlier", room.namespace)
+    job = room.operator.job(NAME)
+    found = coordination.read_namespaced_lease(NAME, room.namespace)
+    assert [owner.uid for owner in found.metadata.owner_references] == [job["metadata"]["uid"]]
+    assert found.spec.holder_identity == "launcher-1"
+    assert found.spec.lease_duration_seconds == 1800
+
+
+def test_a_lease_that_somebody_deletes_comes_back(room: Any) -> None:
+    launcher = room.launch(room.backend(config=room.config(lease_seconds=10)))
+    launcher.told("pending")
+    coordination = k8s.CoordinationV1Api(room.apiserver.client())
+    coordination.delete_namespaced_lease(NAME, room.namespace)
+    wait_for(lambda: coordination.list_namespaced_lease(room.namespace).items)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), Interrupted("terminated (SIGTERM)")])
+def test_an_interrupt_before_the_job_is_known_to_be_ours_deletes_nothing_foreign(
+    room: Any, interrupt: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": NAME}}
+    room.operator.custom.create_namespaced_custom_object(
+        *room.operator.where, {**foreign, "spec": {"pytorchReplicaSpecs": {}}}
+    )
+    backend = room.backend()
+
+    def interrupted(*_: Any) -> None:
+        raise interrupt
+
+    monkeypatch.setattr(backend, "_check_ours", interrupted)
+    launcher = room.launch(backend)
+    assert launcher.end() is interrupt
+    assert launcher.kinds() == []
+    assert not gone(room)
+
+
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
@@ -540,7 +590,7 @@ def test_the_role_is_enough_for_everything_a_step_does_and_nothing_else(
     ("resource", "says"),
     [
         ("pytorchjobs", "list PyTorchJobs"),
-        ("leases", "create lease"),
+        ("leases", "get leases"),
         ("pods", "list pods"),
     ],
 )

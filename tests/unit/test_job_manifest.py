@@ -133,6 +133,22 @@ def test_the_pod() -> None:
     assert pod["serviceAccountName"] == "muster-job"
 
 
+def test_where_the_pods_may_go() -> None:
+    placed = config(
+        node_selector={"gpu": "h200"},
+        tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        image_pull_secrets=["registry"],
+        priority_class="training",
+    )
+    pod = worker(manifest(spec(), placed, None, attempt=0))["template"]["spec"]
+    assert pod["nodeSelector"] == {"gpu": "h200"}
+    assert pod["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["priorityClassName"] == "training"
+    plain = worker(manifest(spec(), config(), None, attempt=0))["template"]["spec"]
+    assert not {"nodeSelector", "tolerations", "imagePullSecrets", "priorityClassName"} & set(plain)
+
+
 def test_the_pod_is_allowed_in_a_restricted_namespace() -> None:
     """The Pod Security Standard "restricted", field by field."""
     pod = worker(manifest(spec(), config(), None, attempt=0))["template"]["spec"]
