@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         _run(_parse(arguments))
+    except SystemExit as error:  # argparse has said what is wrong
+        if error.code:
+            outcome.failed(2, f"invalid arguments: {' '.join(sys.argv[1:] if arguments is None else arguments)}")
+        raise
     except MusterError as error:
         return _fail(outcome, error.exit_code, str(error))
     except Exception as error:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,6 +207,20 @@ def test_old_versions_are_collected(prepared: Any, lab: Any, model: Path) -> Non
         run.inside(version, batch, updates_per_batch=1, checkpoint={"keep": 2})
     assert sorted(p.name for p in (run.root / "weights").iterdir()) == ["v0000", "v0003", "v0004"]
     assert sorted(p.name for p in (run.root / "checkpoints").iterdir()) == ["v0003", "v0004"]
+
+
+def test_wrong_arguments_are_recorded_as_invalid_input(tmp_path: Path) -> None:
+    outcome = tmp_path / "outcome.json"
+    ended = subprocess.run(
+        [sys.executable, "-m", "muster.training", "--config", "run.yaml", "--version", "1", "--prepare"],
+        env={**os.environ, "MUSTER_OUTCOME": str(outcome)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert "--version 1: must not be negative, and 0 with --prepare" in ended.stderr
+    assert json.loads(outcome.read_text())["exit_code"] == 2
 
 
 @contextmanager
