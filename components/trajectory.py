@@ -75,7 +75,7 @@ class Origin:
     lines: Ints | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RolloutTable:
     """Checked rollout rows. Built by `read`, `from_table` and `from_rows` only.
 
@@ -229,7 +229,7 @@ def sync(path: Path) -> None:
 
 def storage_died(path: Path, error: OSError) -> DependencyDied:
     """The error for storage that refused a write."""
-    return DependencyDied(f"{path}: cannot write: {' '.join(str(error).split())}; nothing was left under this name")
+    return DependencyDied(f"{path}: cannot write: {' '.join(str(error).split())}")
 
 
 def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, path: Path) -> None:

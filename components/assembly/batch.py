@@ -48,7 +48,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainingBatch:
     """The rows to train on, sorted by group, slot and row.
 
@@ -93,13 +93,14 @@ class TrainingBatch:
         """Writes `batch.parquet` and `summary.json` into a folder: both or none.
 
         The folder is made whole under another name and then given its own. An existing folder is replaced when it is
-        empty or holds nothing but these two files (a step that is run again); any other is refused.
+        empty or holds nothing but these two files (a step that is run again); any other is refused. Killed between the
+        two renames, the earlier batch is left beside it, under a name that begins with a dot.
 
         Raises:
             InvalidInput: `out_dir` is something else than that.
             DependencyDied: storage failed.
         """
-        out = Path(out_dir)
+        out = Path(out_dir).resolve()
         check_target(out)
         temporary = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
         old = out.with_name(f".{out.name}.{secrets.token_hex(6)}.old")
@@ -117,10 +118,10 @@ class TrainingBatch:
             temporary.rename(out)
             sync(out.parent)
         except OSError as error:
-            if old.exists() and not out.exists():
-                old.rename(out)
             raise storage_died(out, error) from error
         finally:
+            if old.exists() and not out.exists():
+                old.rename(out)
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 

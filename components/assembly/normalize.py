@@ -111,11 +111,9 @@ def _centre(item: Floats, first: Ints, leave_one_out: bool) -> Floats:
     """Each item's mean: over its segment, or over the others of it; an item alone is its own baseline."""
     sizes = np.diff(np.append(first, len(item)))
     total, count = np.repeat(segment_sums(item, first), sizes), np.repeat(sizes, sizes)
-    alone = constant(item, first)
     if leave_one_out:
-        alone |= count == 1
         total, count = total - item, np.maximum(count - 1, 1)
-    return np.where(alone, item, total / count)
+    return np.where(constant(item, first), item, total / count)
 
 
 def constant(values: Floats, first: Ints) -> NDArray[np.bool_]:

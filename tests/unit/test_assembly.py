@@ -640,3 +640,21 @@ def test_the_command_keeps_results_and_warnings_apart(tmp_path: Path, capsys: py
     shown = capsys.readouterr()
     json.loads(shown.out)
     assert shown.err.startswith("warning: ")
+
+
+def test_an_interrupted_write_keeps_the_earlier_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at the worst moment: the earlier batch has made room, the new one has not taken its place."""
+    first, second = make({"a": [1, 0, 0, 1]}), make({"b": [1, F, 0, 1]})
+    first.write(tmp_path / "b")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name.endswith(".tmp"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        second.write(tmp_path / "b")
+    assert read_batch(tmp_path / "b").equals(first.table)
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
