@@ -107,6 +107,23 @@ class Cluster:
             raise
         return dict(found)
 
+    def pods(self, selector: str, **more: Any) -> list[Any]:
+        """The pods that a label selector finds."""
+        return list(
+            self.call("list pods", self.core.list_namespaced_pod, self.namespace, label_selector=selector, **more).items
+        )
+
+    def newest_warning(self, name: str) -> str:
+        """The newest warning event about an object; nothing if there is none, or events may not be read."""
+        chosen = f"involvedObject.name={name},type=Warning"
+        call = self.core.list_namespaced_event
+        try:
+            events = self.call("list events", call, self.namespace, field_selector=chosen, patience=5.0).items
+        except (ApiException, InvalidInput, DependencyDied):
+            return ""
+        newest = max(events, key=lambda event: event.metadata.creation_timestamp, default=None)
+        return str(newest.message) if newest is not None else ""
+
     def watch(
         self, group: str, version: str, plural: str, name: str, resource_version: str, seconds: float
     ) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """The PyTorchJob back end: creates a job or adopts it, follows it to its end, leaves or deletes it when interrupted.
 
 The job's conditions are evidence, never success (`muster.job.run` reads the outcome file). What a PyTorchJob looks like
-is `manifest`'s; how the API is called is `cluster`'s.
+is `manifest`'s; how the API is called is `cluster`'s; why it does not run yet is `waiting`'s.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from muster.errors import DependencyDied, Interrupted, InvalidInput
 from muster.job import manifest as m
 from muster.job.cluster import Cluster, Expired, Identity, Lease, connect, identify, is_terminating, said
 from muster.job.spec import Ended, JobEvent, JobSpec, Notify, read_outcome
+from muster.job.waiting import Waiting, condition, is_finished, is_suspended
 
 log = logging.getLogger("muster.job")
 
@@ -45,10 +46,6 @@ JOB_RBAC_RULES: list[dict[str, list[str]]] = [
 
 LAST_WORDS = 30
 """Lines of the failing pod's log that an error shows."""
-
-# Waiting reasons of a container that no amount of waiting mends, and those that time may mend.
-_HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
-_DOUBTFUL = frozenset({"ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError", "CreateContainerError"})
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class PyTorchJobBackend:
             return 0
         last = max(attempts)
         job = attempts[last]
-        if _finished(job) or job["metadata"].get("deletionTimestamp"):
+        if is_finished(job) or job["metadata"].get("deletionTimestamp"):
             # The outcome file is removed before each launch: if it says done, it is this attempt that is.
             outcome = read_outcome(spec.outcome)
             same = job["metadata"].get("annotations", {}).get(m.HASH_ANNOTATION) == self._hash(spec, last)
@@ -218,7 +215,7 @@ class PyTorchJobBackend:
         """Waits until no pod of another attempt runs: two would write the same checkpoints."""
         begun, told = time.monotonic(), False
         while True:
-            pods = self._pods(m.selector(self._run_id, spec) + f",{m.ATTEMPT_LABEL}!={attempt}")
+            pods = self._cluster.pods(m.selector(self._run_id, spec) + f",{m.ATTEMPT_LABEL}!={attempt}")
             names = [pod.metadata.name for pod in pods if pod.status.phase not in ("Succeeded", "Failed")]
             if not names:
                 return
@@ -247,10 +244,18 @@ class PyTorchJobBackend:
         """Watches a job to its end."""
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         deleted = Ended(f"PyTorchJob {self._at(name)} was deleted by someone else while it ran", relaunch=False)
-        waiting = _Waiting(self, spec, attempt, notify)
+        waiting = Waiting(
+            self._cluster,
+            self._pods_of(spec, attempt),
+            spec.replicas,
+            spec.outcome,
+            notify,
+            image_seconds=self._timings.image,
+            report_seconds=self._timings.report,
+        )
         deadline = time.monotonic() + spec.timeout - _age(job)
         while True:
-            if _finished(job):
+            if is_finished(job):
                 return self._ended(spec, attempt, job)
             lease.renew()
             if time.monotonic() > deadline:
@@ -268,7 +273,7 @@ class PyTorchJobBackend:
                     if seen["metadata"]["uid"] != uid or kind == "DELETED":
                         return deleted
                     job, quiet = seen, False
-                    if _finished(job) or not waiting.over:
+                    if is_finished(job) or is_suspended(job) or not waiting.over:
                         break
             except Expired:
                 log.info("the watch of PyTorchJob %s was too old, looking again", name)
@@ -286,7 +291,7 @@ class PyTorchJobBackend:
 
     def _ended(self, spec: JobSpec, attempt: int, job: dict[str, Any]) -> Ended:
         """The evidence that a finished job leaves."""
-        failed = _condition(job, "Failed")
+        failed = condition(job, "Failed")
         words = self._last_words(spec, attempt)
         if failed is None:
             return Ended("the PyTorchJob's condition is Succeeded", words)
@@ -298,7 +303,7 @@ class PyTorchJobBackend:
     def _last_words(self, spec: JobSpec, attempt: int) -> str:
         """The end of the log of the pod that failed first, headed by its name; never fails itself."""
         try:
-            pods = self._pods(m.selector(self._run_id, spec) + f",{m.ATTEMPT_LABEL}={attempt}", patience=20.0)
+            pods = self._cluster.pods(self._pods_of(spec, attempt), patience=20.0)
         except (ApiException, InvalidInput, DependencyDied) as error:
             return f"(its pods cannot be listed: {error})"
         if not pods:
@@ -383,6 +388,9 @@ class PyTorchJobBackend:
     def _at(self, name: str) -> str:
         return f"{self._cluster.namespace}/{name}"
 
+    def _pods_of(self, spec: JobSpec, attempt: int) -> str:
+        return m.selector(self._run_id, spec) + f",{m.ATTEMPT_LABEL}={attempt}"
+
     def _hash(self, spec: JobSpec, attempt: int) -> str:
         annotations = m.manifest(spec, self._config, None, attempt)["metadata"]["annotations"]
         return str(annotations[m.HASH_ANNOTATION])
@@ -398,106 +406,6 @@ class PyTorchJobBackend:
             return list(self._cluster.call("list PyTorchJobs", call, *where, label_selector=chosen)["items"])
         except ApiException as error:
             raise self._refused(error, m.job_name(self._run_id, spec.name, 0)) from error
-
-    def _pods(self, selector: str, **more: Any) -> list[Any]:
-        call, namespace = self._cluster.core.list_namespaced_pod, self._cluster.namespace
-        return list(self._cluster.call("list pods", call, namespace, label_selector=selector, **more).items)
-
-    def _complaint(self, name: str) -> str:
-        """The newest warning about a job that has no pods."""
-        try:
-            events = self._cluster.call(
-                "list events",
-                self._cluster.core.list_namespaced_event,
-                self._cluster.namespace,
-                field_selector=f"involvedObject.name={name},type=Warning",
-                patience=5.0,
-            ).items
-        except (ApiException, InvalidInput, DependencyDied):
-            return ""
-        newest = max(events, key=lambda event: event.metadata.creation_timestamp, default=None)
-        return str(newest.message) if newest is not None else ""
-
-
-class _Waiting:
-    """Says why a job is not running yet, and when there is no hope that it ever will."""
-
-    def __init__(self, backend: PyTorchJobBackend, spec: JobSpec, attempt: int, notify: Notify) -> None:
-        self._backend, self._spec, self._attempt, self._notify = backend, spec, attempt, notify
-        self._begun = time.monotonic()
-        self._told, self._told_at = "", -1e9
-        self._doubt_since: float | None = None
-        self._failure: Ended | None = None
-        self.over = False
-
-    def look(self, job: dict[str, Any]) -> Ended | None:
-        """Takes one look; returns how the job ended if it can never start."""
-        if self.over:
-            return None
-        text = self._why(job)
-        if self._failure is not None:
-            return self._failure
-        now = time.monotonic()
-        if text is None:
-            self.over = True
-            self._notify(JobEvent("running", f"all {self._spec.replicas} pods run"))
-        elif text != self._told or now - self._told_at >= self._backend._timings.report:
-            self._told, self._told_at = text, now
-            self._notify(JobEvent("pending", text, now - self._begun))
-        return None
-
-    def _why(self, job: dict[str, Any]) -> str | None:
-        """Why it waits; None when all its pods run."""
-        backend, name = self._backend, job["metadata"]["name"]
-        if _condition(job, "Suspended") is not None or (job["spec"].get("runPolicy") or {}).get("suspend"):
-            queue = job["metadata"].get("labels", {}).get(m.QUEUE_LABEL)
-            return f"suspended: waiting for quota in queue {queue}" if queue else "suspended by someone"
-        selector = m.selector(backend._run_id, self._spec) + f",{m.ATTEMPT_LABEL}={self._attempt}"
-        pods = backend._pods(selector)
-        if not pods:
-            complaint = backend._complaint(name)
-            return f"no pods: {complaint}" if complaint else "no pods yet; does the training operator run?"
-        started = [pod for pod in pods if pod.status.phase in ("Running", "Succeeded", "Failed")]
-        if len(started) >= self._spec.replicas:
-            return None
-        problems = [problem for pod in pods if (problem := self._problem(pod)) is not None]
-        self._judge(problems)
-        count = f"{len(started)} of {self._spec.replicas} pods run"
-        return f"{count}; {problems[0][1]}" if problems else count
-
-    def _problem(self, pod: Any) -> tuple[str, str] | None:
-        """A pod's (reason, text), if it has a problem."""
-        for status in pod.status.container_statuses or []:
-            waiting = status.state.waiting if status.state else None
-            if waiting is not None and waiting.reason in _HOPELESS | _DOUBTFUL:
-                text = f"{waiting.reason} {status.image}: {waiting.message or 'without a message'}"
-                return waiting.reason, f"pod {pod.metadata.name}: {text}"
-        for condition in pod.status.conditions or []:
-            if condition.type == "PodScheduled" and condition.status == "False":
-                return "", f"pod {pod.metadata.name}: {condition.reason}: {condition.message}"
-        return None
-
-    def _judge(self, problems: list[tuple[str, str]]) -> None:
-        doubtful = [(reason, text) for reason, text in problems if reason]
-        if not doubtful:
-            self._doubt_since = None
-            return
-        now = time.monotonic()
-        self._doubt_since = self._doubt_since if self._doubt_since is not None else now
-        if doubtful[0][0] in _HOPELESS or now - self._doubt_since > self._backend._timings.image:
-            self._failure = Ended(f"it cannot start: {doubtful[0][1]}", relaunch=False)
-
-
-def _finished(job: dict[str, Any]) -> bool:
-    return _condition(job, "Succeeded") is not None or _condition(job, "Failed") is not None
-
-
-def _condition(job: dict[str, Any], kind: str) -> dict[str, Any] | None:
-    """A condition of the job, if it is true."""
-    for condition in (job.get("status") or {}).get("conditions") or []:
-        if condition.get("type") == kind and condition.get("status") == "True":
-            return dict(condition)
-    return None
 
 
 def _reference(job: dict[str, Any]) -> dict[str, str]:

@@ -41,7 +41,7 @@ wait_for: Callable[..., Any] = server.wait_for
 
 @pytest.fixture(scope="session")
 def apiserver() -> Iterator[Any]:
-    """A running API server; the first time on a machine it is built, which takes minutes."""
+    """A running API server; the first time on a machine it is built: give tests that use it a limit of 1600 s."""
     running = server.ApiServer()
     try:
         running.start()
@@ -58,16 +58,19 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def namespace(apiserver: Any) -> str:
-    """A fresh namespace with its default account."""
+    """A fresh namespace with the accounts of steps and jobs."""
     name = f"test-{next(_numbers)}"
     core = k8s.CoreV1Api(apiserver.client())
     core.create_namespace({"metadata": {"name": name}})
 
-    def account() -> bool:
-        return any(item.metadata.name == "default" for item in core.list_namespaced_service_account(name).items)
-
-    wait_for(account)
     core.create_namespaced_service_account(name, {"metadata": {"name": "muster-job"}})
+
+    def usable() -> bool:
+        # this old API server refuses pods of an account whose token the controllers have not made yet
+        accounts = core.list_namespaced_service_account(name).items
+        return {item.metadata.name for item in accounts if item.secrets} >= {"default", "muster-job"}
+
+    wait_for(usable)
     return name
 
 

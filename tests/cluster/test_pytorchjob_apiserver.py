@@ -228,6 +228,26 @@ def test_progress_says_why_a_job_waits(room: Any) -> None:
     assert launcher.end() is None
 
 
+def test_a_preempted_job_is_waited_for_and_its_pods_dying_words_do_not_count(room: Any) -> None:
+    launcher = room.launch(room.backend(config=room.config(queue="gpus")))
+    room.operator.job(NAME)
+    pod = room.operator.pod(NAME, phase="Running")
+    launcher.told("running")
+    room.operator.condition(NAME, "Suspended")
+    launcher.told("pending", "waiting for quota in queue gpus")
+    room.write_outcome(outcome="failed", exit_code=130, error="interrupted by SIGTERM")
+    room.operator.core.delete_namespaced_pod(pod, room.namespace, grace_period_seconds=0)
+    wait_for(lambda: not room.spec().outcome.exists())
+    job = room.operator.job(NAME)
+    job["status"]["conditions"][0]["status"] = "False"
+    room.operator.custom.replace_namespaced_custom_object_status(*room.operator.where, NAME, job)
+    room.operator.pod(NAME, phase="Running")
+    wait_for(lambda: launcher.kinds().count("running") == 2)
+    room.write_outcome(outcome="done")
+    room.operator.condition(NAME, "Succeeded")
+    assert launcher.end() is None
+
+
 @pytest.mark.parametrize("reason", ["InvalidImageName", "ImagePullBackOff"])
 def test_an_image_that_is_not_there_ends_the_job(room: Any, reason: str) -> None:
     launcher = room.launch(room.backend(config=room.config(max_restarts=3), image=0.3))
