@@ -19,7 +19,7 @@ from kubernetes.client.exceptions import ApiException
 from muster.config import RunConfig
 from muster.errors import DependencyDied, Interrupted, InvalidInput
 from muster.job import manifest as m
-from muster.job.cluster import Cluster, Expired, Identity, Lease, connect, identify, is_terminating, said
+from muster.job.cluster import Cluster, Identity, Lease, connect, identify, is_terminating, said
 from muster.job.spec import Ended, JobEvent, JobSpec, Notify, read_outcome
 from muster.job.waiting import Waiting, condition, is_finished, is_suspended
 
@@ -268,18 +268,16 @@ class PyTorchJobBackend:
                 return hopeless
             seconds = min(lease.interval, deadline - time.monotonic() + 1, 1e9 if waiting.over else self._timings.look)
             begun, quiet = time.monotonic(), True
-            try:
-                for kind, seen in self._watch(job, max(1.0, seconds)):
-                    if seen["metadata"]["uid"] != uid or kind == "DELETED":
-                        return deleted
-                    job, quiet = seen, False
-                    if is_finished(job) or is_suspended(job) or not waiting.over:
-                        break
-            except Expired:
-                log.info("the watch of PyTorchJob %s was too old, looking again", name)
+            for kind, seen in self._watch(job, max(1.0, seconds)):
+                if seen["metadata"]["uid"] != uid or kind == "DELETED":
+                    return deleted
+                job, quiet = seen, False
+                if is_finished(job) or is_suspended(job) or not waiting.over:
+                    break
             if quiet:  # a watch that ends at once must not become a busy loop
                 time.sleep(max(0.0, 0.5 - (time.monotonic() - begun)))
-            # Also after a quiet window: an event may have been lost with a connection that nobody closed.
+            # The watch is only the quick way to learn of a change: its version may have been forgotten (410), its
+            # connection may be one that nobody closed.
             found = self._get(name)
             if found is None or found["metadata"]["uid"] != uid:
                 return deleted
