@@ -2,12 +2,13 @@
 
 Each case runs in a process of its own on one core. Cases without `io` hold the rollouts in memory and end with the
 batch in memory; cases with `io` read a Parquet file, check it, assemble and write. `seconds` of a case is the better
-of two tries; `peak_bytes` is the most memory the process held beyond its imports, the rollouts included;
-`batch_bytes` is the batch as an Arrow table.
+of two tries, `cpu_seconds` likewise of the processor (it tells a busy machine from a slow program); `peak_bytes` is the
+most memory the process held beyond its imports, the rollouts included; `batch_bytes` is the batch as an Arrow table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -70,10 +71,11 @@ def measure(rows: int, tokens: int, path: Path | None) -> dict[str, Any]:
     before = held("VmRSS")
     table = None if path else trajectory.from_table(rollouts(rows, tokens))
     pa.default_memory_pool().release_unused()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    best = float("inf")
+    with contextlib.suppress(OSError):  # where that is not allowed, building the rollouts counts too
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    best, best_cpu = float("inf"), float("inf")
     for attempt in range(2):
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         if path:
             batch = assemble(trajectory.read(path), run)
             batch.write(path.with_name(f"batch-{attempt}"))
@@ -82,6 +84,7 @@ def measure(rows: int, tokens: int, path: Path | None) -> dict[str, Any]:
             batch = assemble(table, run)
             _ = batch.table
         best = min(best, time.perf_counter() - start)
+        best_cpu = min(best_cpu, time.process_time() - start_cpu)
         if attempt == 0:
             peak = held("VmHWM") - before
     return {
@@ -89,6 +92,7 @@ def measure(rows: int, tokens: int, path: Path | None) -> dict[str, Any]:
         "tokens_per_row": tokens,
         "io": path is not None,
         "seconds": best,
+        "cpu_seconds": best_cpu,
         "tokens_per_second": rows * tokens / best,
         "peak_bytes": peak,
         "batch_bytes": batch.table.nbytes,
