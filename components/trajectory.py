@@ -604,7 +604,7 @@ def _checked(table: pa.Table, origins: tuple[Origin, ...]) -> RolloutTable:
 
     groups, group = _groups(table["group_id"])
     order = _sorted(group, slot, row)
-    _check_groups(table, group, order, report)
+    _check_groups(table, group, order, report, where)
     faults.stop()
     return RolloutTable(table, groups, group, order, origins)
 
@@ -683,7 +683,7 @@ def _describe_element(values: list[Any], key: str) -> str:
     return f"{key}[{at}] is {_show(values[at])}; write {want.get(key, 'a token id of 0 or more')}"
 
 
-def _check_groups(table: pa.Table, group: Ints, order: Ints, report: Report) -> None:
+def _check_groups(table: pa.Table, group: Ints, order: Ints, report: Report, where: Callable[[int], str]) -> None:
     """Rows of a group agree on its size, rows of a slot on its end; no row comes twice."""
     n_samples, slot, row = (_numpy(table[key])[order] for key in ("n_samples", "slot", "row"))
     sorted_group = group[order]
@@ -709,8 +709,8 @@ def _check_groups(table: pa.Table, group: Ints, order: Ints, report: Report) -> 
     report(
         unsort(~new_slot & np.append(False, row[1:] == row[:-1])),
         lambda i: (
-            f"slot {slot[place[i]]}, row {row[place[i]]} of this group occurs more than once; each row of a slot is "
-            "written once, with a number of its own"
+            f"slot {slot[place[i]]}, row {row[place[i]]} of this group is there already, at "
+            f"{where(int(order[place[i] - 1]))}; write each row of a slot once, with a number of its own"
         ),
     )
     ends = pc.fill_null(pc.binary_join_element_wise(table["status"], pc.fill_null(table["failure"], ""), "/"), "")

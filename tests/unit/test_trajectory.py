@@ -204,8 +204,8 @@ def test_parquet_rows_are_named_by_file_and_place(tmp_path: Path) -> None:
 def test_a_repeated_row_is_named_in_both_places() -> None:
     found = faults([row(slot=0), row(slot=1), row(slot=0)])
     assert len(found) == 1
-    assert "group 'a', slot 0, row 0" in found[0]
-    assert "more than once" in found[0]
+    assert "row 2 (group 'a', slot 0, row 0)" in found[0]
+    assert "already, at rollout rows row 0" in found[0]
 
 
 def test_rows_of_a_group_must_agree_on_its_size() -> None:
