@@ -104,7 +104,7 @@ def evaluate(
             server = stack.enter_context(started(resolved.rollout.server, policy, resolved.model.dtype, limit, log))
             ours = resolved.rollout.model_copy(update={"endpoints": [server.endpoint], "server": None})
             resolved = resolved.model_copy(update={"rollout": ours})
-            assert resolved.rollout
+        assert resolved.rollout
         publish(resolved.rollout, policy, 0, Metrics("evaluate"))
         result = score(resolved, version=0, prompts=prompts, samples=samples)
     print(json.dumps({**result.as_json(), "version": None}, indent=1))

@@ -166,6 +166,7 @@ class Server(Section):
     max_model_len: Count = 1024
     kv_cache_gb: Positive = 1.0
     args: list[str] = []
+    env: dict[str, str] = {}
     faults: Faults | None = None
 
 
@@ -457,7 +458,7 @@ def _validate(given: dict[str, Any]) -> tuple[RunConfig | None, list[str]]:
         if key not in RunConfig.model_fields
     ]
     algorithm = given.get("algorithm", "grpo")
-    if algorithm not in PRESETS:
+    if not isinstance(algorithm, str) or algorithm not in PRESETS:
         hint = nearest(str(algorithm), PRESETS)
         faults.append(f"algorithm: {algorithm!r} is not one of {', '.join(PRESETS)}{hint}")
     merged = _merge(PRESETS.get(algorithm, {}) if isinstance(algorithm, str) else {}, given)
@@ -510,7 +511,7 @@ def _cross_section(sections: Mapping[str, Any]) -> Iterator[str]:
             f"training.updates_per_batch: is {training.updates_per_batch}, but data.groups_per_batch is "
             f"{data.groups_per_batch}: an update needs at least one group"
         )
-    if estimator is not None and estimator.overlong and rollout is not None:
+    if estimator is not None and estimator.overlong and rollout is not None:  # noqa: SIM102  # reads better
         if estimator.overlong.buffer_tokens > rollout.max_new_tokens:
             yield (
                 f"estimator.overlong.buffer_tokens: is {estimator.overlong.buffer_tokens}, more than "

@@ -35,6 +35,10 @@ class RunDirectory:
         """A Hugging Face model directory with `probe.json`."""
         return self.root / "weights" / f"v{version:04d}"
 
+    def checkpoint(self, version: int) -> Path:
+        """The training state of a version."""
+        return self.root / "checkpoints" / f"v{version:04d}"
+
     def iteration(self, k: int) -> Path:
         """The folder of one iteration."""
         return self.root / "iterations" / f"{k:04d}"

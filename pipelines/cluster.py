@@ -89,7 +89,7 @@ def submit_to(name: str, config: RunConfig, iterations: int, target: Target, *, 
         faults.append("job.backend: is local, which would train inside the launcher's pod; set pytorchjob")
     if iterations > MAX_ITERATIONS:
         faults.append(
-            f"iterations: {iterations} is above the compiled maximum {MAX_ITERATIONS}; submit {MAX_ITERATIONS} and go on "
+            f"iterations: {iterations} is above the compiled maximum; submit {MAX_ITERATIONS} and go on "
             "with the parameter first_iteration"
         )
     if faults:
@@ -119,7 +119,8 @@ def submit_to(name: str, config: RunConfig, iterations: int, target: Target, *, 
     except DependencyDied:
         raise
     except Exception as error:  # the SDK raises what its HTTP client, its auth and its own code raise
-        raise DependencyDied(f"Kubeflow Pipelines at {target.host or 'the default address'} did not take the run: {error}") from error
+        where = target.host or "its default address"
+        raise DependencyDied(f"Kubeflow Pipelines at {where} refused: {error}") from error
     return address
 
 

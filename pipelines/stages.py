@@ -261,6 +261,22 @@ def iterations_done(files: RunDirectory, most: int) -> int:
     return done
 
 
+_FREE = (
+    "job",
+    "telemetry",
+    "storage",
+    "rollout.endpoints",
+    "rollout.server",
+    "rollout.admin",
+    "rollout.stall",
+    "rollout.startup_timeout",
+    "rollout.request_timeout",
+    "rollout.max_concurrent",
+    "training.checkpoint",
+)
+"""Keys that do not make a run another run: where it runs, and how patient it is."""
+
+
 def _identity(text: str) -> dict[str, Any]:
     """The keys of a configuration that make a run the run it is, dotted."""
 
@@ -271,9 +287,7 @@ def _identity(text: str) -> dict[str, Any]:
         else:
             yield prefix, value
 
-    free = ("job.", "telemetry.", "storage.", "rollout.endpoints", "rollout.server", "rollout.admin", "rollout.stall")
-    free += ("rollout.startup_timeout", "rollout.request_timeout", "rollout.max_concurrent", "training.checkpoint")
-    return {key: value for key, value in flatten("", yaml.safe_load(text)) if not key.startswith(free)}
+    return {key: value for key, value in flatten("", yaml.safe_load(text)) if not key.startswith(_FREE)}
 
 
 @contextlib.contextmanager

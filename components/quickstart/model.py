@@ -30,6 +30,7 @@ def make(folder: Path, seed: int, progress: Callable[[int, int], None] = lambda 
         progress: called with (steps done, steps in all).
     """
     transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)  # the model is tiny: threads would mostly wait for each other
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -42,8 +43,8 @@ def make(folder: Path, seed: int, progress: Callable[[int, int], None] = lambda 
             head_dim=32,
             max_position_embeddings=1024,
             tie_word_embeddings=False,
-            pad_token_id=0,
-            eos_token_id=1,
+            pad_token_id=task.VOCABULARY.index(task.PAD),
+            eos_token_id=task.VOCABULARY.index(task.END),
             bos_token_id=None,
         )
     )
@@ -54,11 +55,17 @@ def make(folder: Path, seed: int, progress: Callable[[int, int], None] = lambda 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token a character."""
-    characters = Tokenizer(models.WordLevel({word: i for i, word in enumerate(task.VOCABULARY)}, unk_token="<unk>"))
+    characters = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(task.VOCABULARY)}, unk_token=task.UNKNOWN)
+    )
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=1024
+        tokenizer_object=characters,
+        pad_token=task.PAD,
+        eos_token=task.END,
+        unk_token=task.UNKNOWN,
+        model_max_length=1024,
     )
 
 
@@ -73,7 +80,7 @@ def _warm_start(model: Qwen3ForCausalLM, seed: int, progress: Callable[[int, int
         rows, labels = [], []
         for prompt in task.prompts(BATCH, seed=source.getrandbits(32)):
             question = [ids[c] for c in prompt]
-            answer = [ids[c] for c in source.choice(task.answers(prompt))] + [ids["<eos>"]]
+            answer = [ids[c] for c in source.choice(task.answers(prompt))] + [ids[task.END]]
             rows.append(question + answer)
             labels.append([-100] * len(question) + answer)
         loss = model(input_ids=torch.tensor(rows), labels=torch.tensor(labels)).loss

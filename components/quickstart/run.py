@@ -1,4 +1,4 @@
-"""Quickstart: makes the task's files, writes a `run.yaml`, and runs the shipped pipeline on it. Nothing else is special.
+"""Quickstart's run: makes the task's files and the configuration that the shipped pipeline is run with.
 
 The `run.yaml` it leaves runs without quickstart: `muster submit grpo --local --config DIR/run.yaml`.
 """
@@ -18,7 +18,7 @@ from muster.quickstart import task
 
 ITERATIONS = 18
 PROMPTS, HELD_PROMPTS = 4096, 512
-REQUEST_TIMEOUT, DELAY = 3.0, 6.0
+REQUEST_TIMEOUT, DELAY = 2.0, 5.0
 _OWN = {"prompts.jsonl", "held-prompts.jsonl", "model", "model.partial"}
 
 
@@ -28,7 +28,7 @@ def settings(folder: Path, seed: int, failure_rate: float) -> dict[str, Any]:
     Args:
         folder: of the run.
         seed: of data and sampling.
-        failure_rate: share of slots to lose, a third each to dropped connections, to time-outs and to rewards that raise.
+        failure_rate: share of slots to lose, a third each to dropped connections, time-outs and rewards that raise.
     """
     each = 1 - (1 - failure_rate) ** (1 / 3)
     return {
@@ -45,7 +45,9 @@ def settings(folder: Path, seed: int, failure_rate: float) -> dict[str, Any]:
         "rollout": {
             "server": {
                 "max_model_len": 512,
-                "args": ["--enforce-eager"],
+                # One process instead of two: vLLM's worker process spins on a core while it waits, and there are two.
+                "args": ["--enforce-eager", "--distributed-executor-backend", "uni"],
+                "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
                 "faults": {"drop": round(each, 4), "delay": round(each, 4), "delay_seconds": DELAY},
             },
             "temperature": 1.0,
@@ -54,7 +56,7 @@ def settings(folder: Path, seed: int, failure_rate: float) -> dict[str, Any]:
             "slot_timeout": 2 * REQUEST_TIMEOUT,
             "reward": [{"name": "muster.quickstart.task:reward", "options": {"crash_rate": round(each, 4)}}],
             "reward_timeout": 5,
-            "max_concurrent": 128,
+            "max_concurrent": 64,
             "startup_timeout": 300,
             "stall": {"min_rounds": 8, "min_seconds": 60},
         },

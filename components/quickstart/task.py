@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 DIGITS_PER_PROMPT = 4
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
-VOCABULARY = (*SPECIAL_TOKENS, *"0123456789", *"s:=", *"abcd")
+PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCABULARY = (PAD, END, UNKNOWN, *"0123456789", *"s:=", *"abcd")
 """Twenty tokens, one a character; the index is the token id. The letters are spare."""
 
 

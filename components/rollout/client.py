@@ -84,7 +84,7 @@ class Client:
             seed: of the sampler.
 
         Raises:
-            SlotFailure: with the reason: `timeout`, `server_error`, `context_overflow`, `aborted` or `empty_completion`.
+            SlotFailure: the reason is `timeout`, `server_error`, `context_overflow`, `aborted` or `empty_completion`.
         """
         version = self.version
         endpoint = self._rollout.endpoints[_hash(group_id) % len(self._rollout.endpoints)]

@@ -319,7 +319,8 @@ class _Collector:
         while count:
             if len(retired := self._retired()) == len(self.prompts):
                 raise Stalled(
-                    f"every prompt gave no usable sample in {self.data.max_attempts_per_prompt} attempts and was retired: "
+                    f"every prompt was retired after {self.data.max_attempts_per_prompt} attempts without a usable "
+                    "sample: "
                     f"collected {self.state.trainable}, required {self.state.target}, prompts {retired[:20]}",
                     self.state.failures,
                 )
@@ -344,8 +345,8 @@ class _Collector:
         if rounds >= bound.min_rounds and seconds >= bound.min_seconds:
             self.metrics.stalls.labels("rollout").inc()
             raise Stalled(
-                f"collection stalled: collected {self.state.trainable}, required {self.state.target}, no trainable group in "
-                f"{rounds} rounds and {seconds:.0f} s",
+                f"collection stalled: collected {self.state.trainable}, required {self.state.target}, "
+                f"no trainable group in {rounds} rounds and {seconds:.0f} s",
                 self.state.failures,
             )
 

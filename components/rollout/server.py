@@ -110,7 +110,7 @@ def publish(rollout: Rollout, weights: Path, version: int, metrics: Metrics) -> 
 
     Raises:
         InvalidInput: the directory has no usable probe.
-        DependencyDied: a server refused, did not answer, or failed the proof. The version must then be taken as unchanged.
+        DependencyDied: a server refused, did not answer, or failed the proof; the version is then unchanged.
     """
     probe = read_probe(weights)
     start = time.monotonic()
@@ -196,8 +196,8 @@ def _prove(endpoint: str, version: int, probe: Probe, timeout: float) -> None:
         if not worst <= probe.tolerance:
             raise DependencyDied(
                 f"{what}: log-probs of the probe differ from the trained model's by up to {worst:.3g} nats, "
-                f"allowed {probe.tolerance:g}; it serves other weights (an old version, tied embeddings that do not reload) "
-                "or stale caches"
+                f"allowed {probe.tolerance:g}; it serves other weights (an old version, tied embeddings that do not "
+                "reload) or stale caches"
             )
         return
     raise DependencyDied(f"{what}: no answer in 5 attempts", last)
@@ -268,6 +268,7 @@ def _environment(server: Server) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": f"{server.kv_cache_gb:g}",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **server.env,
     }
 
 

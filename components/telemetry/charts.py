@@ -119,7 +119,7 @@ def masked(record: RunRecord) -> Markup:
 
 
 def gaps(record: RunRecord) -> Markup:
-    """Evidence that samples are not lost at random: mean reward of groups without losses minus that of groups with some."""
+    """Whether samples are lost at random: reward of groups without losses minus that of groups with some."""
     points = [
         (it.number, it.summary["bias"]["failure_reward_gap"])
         for it in record.iterations

@@ -135,6 +135,34 @@ class Metrics:
         """Notes that a stage made progress now."""
         self.last_progress.labels(stage).set(time.time())
 
+    def record_update(self, update: Mapping[str, Any]) -> None:
+        """Takes what the trainer measured in one update, reduced over its ranks; a value that was not finite is None.
+
+        Args:
+            update: as in `train.json`.
+        """
+        gauges = {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "clip_ratio": self.clip_ratio,
+            "entropy": self.entropy,
+            "approx_kl": self.approx_kl,
+            "importance_weight": self.importance_weight,
+            "reward": self.reward,
+            "load_imbalance": self.load_imbalance,
+        }
+        for key, gauge in gauges.items():
+            if update[key] is not None:
+                gauge.set(update[key])
+        for kind, value in (update.get("logprob_drift") or {}).items():
+            if value is not None:
+                self.logprob_drift.labels(kind).set(value)
+        for kind, count in update["tokens"].items():
+            self.tokens.labels(kind).inc(count)
+        self.masked_ratio.set(update["tokens"]["masked"] / max(1, update["tokens"]["total"]))
+        self.steps.labels("applied" if update["applied"] else "skipped").inc()
+        self.progress("train")
+
     def snapshot(self) -> dict[str, float]:
         """Every sample of counters and histograms, carried values included, by `name{label="value"}`."""
         return {
@@ -187,7 +215,7 @@ def serve(metrics: Metrics, port: int, address: str) -> Iterator[None]:
         server, thread = start_http_server(port, addr=address, registry=metrics.registry)
     except OSError as error:
         raise InvalidInput(
-            f"telemetry.port: cannot serve metrics on port {port}: {error.strerror}; free it, choose another, or 0 for none"
+            f"telemetry.port: cannot serve metrics on port {port}: {error.strerror}; free it, set another, or 0"
         ) from error
     try:
         yield

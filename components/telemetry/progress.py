@@ -70,7 +70,7 @@ class RunProgress:
             self._collected = dict(event)
             if event["resumed_groups"]:
                 self.say(
-                    f"  found {event['resumed_groups']} groups of iteration {event['iteration'] + 1} collected; kept them"
+                    f"  found {event['resumed_groups']} finished groups of iteration {event['iteration'] + 1}; kept"
                 )
             self.doing(f"iteration {event['iteration'] + 1}/{self._iterations}: training", self._done + 0.6)
         elif kind == "trained":

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from muster import config as configuration
+from muster.config import RunConfig
 from muster.errors import DependencyDied, InvalidInput, MusterError
+from muster.telemetry.metrics import Metrics, load_snapshot, serve
 from muster.training.limits import check
-from muster.training.ranks import Outcome, die_with_parent, end_on_signals, joined
+from muster.training.ranks import Outcome, Ranks, die_with_parent, end_on_signals, joined
 
 log = logging.getLogger("muster.training")
 
@@ -83,20 +85,39 @@ def _run(given: argparse.Namespace) -> None:
     with joined(config.training.process_group_timeout) as ranks:
         if given.prepare:
             prepare(config, ranks)
+        elif ranks.first:
+            _train_and_tell(config, given, ranks)
         else:
-            train(config, given.version, given.batch, ranks, _report)
+            train(config, given.version, given.batch, ranks, lambda _: None)
 
 
-def _report(metrics: Mapping[str, Any]) -> None:
-    log.info(
-        "update %s: loss %.4g, grad norm %s, lr %.3g, reward %s, %.2f s",
-        metrics["update"],
-        metrics["loss"] if metrics["loss"] is not None else float("nan"),
-        metrics["grad_norm"],
-        metrics["lr"],
-        metrics["reward"],
-        metrics["seconds"],
-    )
+def _train_and_tell(config: RunConfig, given: argparse.Namespace, ranks: Ranks) -> None:
+    """Trains on the first rank, which serves the metrics of all."""
+    from muster.training.trainer import train
+
+    assert config.run is not None
+    metrics = Metrics(config.run.id, load_snapshot(config.run.root))
+
+    def report(update: Mapping[str, Any]) -> None:
+        metrics.record_update(update)
+        log.info(
+            "update %s: loss %.4g, grad norm %s, lr %.3g, reward %s, %.2f s",
+            update["update"],
+            update["loss"] if update["loss"] is not None else float("nan"),
+            update["grad_norm"],
+            update["lr"],
+            update["reward"],
+            update["seconds"],
+        )
+
+    address = "127.0.0.1" if config.job.backend == "local" else "0.0.0.0"  # noqa: S104  # pods are scraped from outside
+    with serve(metrics, config.telemetry.port, address):
+        result = train(config, given.version, given.batch, ranks, report)
+        if result is not None:
+            for phase, seconds in result["seconds"].items():
+                metrics.step_seconds.labels(phase).observe(seconds)
+        metrics.policy_version.labels("trained").set(given.version + 1)
+        metrics.save_snapshot(config.run.root)
 
 
 def _fail(outcome: Outcome, exit_code: int, text: str) -> int:

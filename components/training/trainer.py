@@ -24,6 +24,7 @@ from torch import Tensor
 
 from muster.config import RunConfig
 from muster.errors import InvalidInput, Stalled
+from muster.layout import RunDirectory
 from muster.training import batch as batches
 from muster.training import checkpoint, engine, files
 from muster.training.batch import Batch
@@ -39,7 +40,7 @@ Report = Callable[[Mapping[str, Any]], None]
 """Gets the metrics of each update, on rank 0, after reduction over all ranks."""
 
 
-def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report: Report) -> None:
+def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report: Report) -> dict[str, Any] | None:
     """Trains version `version` on a batch and writes version `version + 1`: weights, checkpoint, train.json.
 
     Starting again with the same inputs gives the same version; if it is complete already, nothing is done.
@@ -51,12 +52,16 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
         ranks: this process among the others.
         report: called on rank 0 after each update.
 
+    Returns:
+        On rank 0, what `train.json` says; None if there was nothing left to do.
+
     Raises:
         InvalidInput: the batch, the weights or the checkpoint cannot be used.
         Stalled: an update has no token to train on.
         DependencyDied: the storage failed.
     """
-    places, clock, settings = Places.of(config), Clock(), config.training
+    assert config.run is not None
+    places, clock, settings = RunDirectory(config.run.root), Clock(), config.training
     seed = config.data.seed if config.data else 0
 
     # 1. Load: the batch, cut into updates and placed on ranks, then the policy and its optimizer.
@@ -65,7 +70,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
         inputs = _inputs(config, batch, places.weights(version))
         if ranks.from_first(int(_is_complete(places, version + 1, inputs))):
             log.info("version %d is complete already, from the same batch and settings", version + 1)
-            return
+            return None
         updates = plan(batch, config, ranks.world_size, version=version, seed=seed)
         policy = engine.build(config, places.weights(version), ranks)
         _check_vocabulary(batch, policy, batch_dir)
@@ -127,6 +132,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
             masters=config.model.dtype != "float32",
         )
         checkpoint.save(policy, state, ranks, places.checkpoint(version + 1))
+    result: dict[str, Any] | None = None
     if ranks.first:
         result = {
             "version": version + 1,
@@ -140,7 +146,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
             "world_size": ranks.world_size,
             "inputs": inputs,
         }
-        files.write_json(places.result(version), result)
+        files.write_json(places.training(version), result)
         checkpoint.collect_old(
             places.root / "weights",
             places.root / "checkpoints",
@@ -148,6 +154,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
             keep=settings.checkpoint.keep,
         )
     ranks.barrier()
+    return result
 
 
 def prepare(config: RunConfig, ranks: Ranks) -> None:
@@ -158,8 +165,9 @@ def prepare(config: RunConfig, ranks: Ranks) -> None:
         DependencyDied: the storage failed.
     """
     assert config.model is not None
+    assert config.run is not None
     policy = engine.build(config, config.model.path, ranks)
-    export(policy, config, ranks, version=0, directory=Places.of(config).weights(0))
+    export(policy, config, ranks, version=0, directory=RunDirectory(config.run.root).weights(0))
     ranks.barrier()
 
 
@@ -257,31 +265,6 @@ def plan(batch: Batch, config: RunConfig, world_size: int, *, version: int, seed
     return updates
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a run keeps what training reads and writes."""
-
-    root: Path
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Places:
-        """The places of a run."""
-        assert config.run is not None
-        return cls(config.run.root)
-
-    def weights(self, version: int) -> Path:
-        """The exported policy of a version."""
-        return self.root / "weights" / f"v{version:04d}"
-
-    def checkpoint(self, version: int) -> Path:
-        """The training state of a version."""
-        return self.root / "checkpoints" / f"v{version:04d}"
-
-    def result(self, version: int) -> Path:
-        """The metrics of the iteration that trains `version`."""
-        return self.root / "iterations" / f"{version:04d}" / "train.json"
-
-
 class Clock:
     """Seconds spent in each phase."""
 
@@ -319,10 +302,10 @@ class Sums:
         return dict(zip(names, stacked.tolist(), strict=True))
 
 
-def _is_complete(places: Places, version: int, inputs: Mapping[str, str]) -> bool:
+def _is_complete(places: RunDirectory, version: int, inputs: Mapping[str, str]) -> bool:
     """Whether a version was finished by an earlier job with the same inputs."""
     try:
-        result = json.loads(places.result(version - 1).read_text(encoding="utf-8"))
+        result = json.loads(places.training(version - 1).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     same = result.get("version") == version and result.get("inputs") == inputs
