@@ -16,7 +16,7 @@ from muster.config import RunConfig
 from muster.errors import InvalidInput
 from muster.quickstart import task
 
-ITERATIONS = 18
+ITERATIONS = 16
 PROMPTS, HELD_PROMPTS = 4096, 512
 REQUEST_TIMEOUT, DELAY = 2.0, 5.0
 _OWN = {"prompts.jsonl", "held-prompts.jsonl", "model", "model.partial"}

@@ -27,6 +27,7 @@ from muster.telemetry.metrics import Metrics
 
 PROBE_NAME = "probe.json"
 _ADMIN_TIMEOUT = 300.0
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -157,31 +158,67 @@ def read_probe(weights: Path) -> Probe:
         ) from error
     if not sound:
         raise InvalidInput(f"{path}: needs one finite log-prob for each prompt token but the first")
+    if not (weights / "config.json").is_file() or not any(weights.glob("*.safetensors")):
+        # vLLM does not refuse such a directory: its engine dies of it.
+        raise InvalidInput(f"{weights}: holds no weights (config.json and *.safetensors), so it is not published")
     return probe
 
 
 def _publish_to(endpoint: str, rollout: Rollout, weights: Path, version: int, probe: Probe) -> None:
     """Pause, reload, drop caches, resume, prove, label: one server."""
+    what = f"the server {endpoint} could not prove that it serves version {version}"
+    timeout = rollout.request_timeout
     with _Admin(endpoint, rollout) as admin:
+        # The probe's prompt goes into the cache under the old weights: if the cache is not dropped, the proof shows it.
+        _ask(endpoint, what, timeout, probe.prompt_ids)
         admin.post("/pause", params={"mode": "abort"})
-        admin.post(
-            "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(weights.resolve())}}
-        )
-        admin.post("/reset_prefix_cache")
+        try:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.resolve())}}
+            admin.post("/collective_rpc", json=reload)
+            admin.post("/reset_prefix_cache")
+        except DependencyDied:
+            with contextlib.suppress(DependencyDied):  # the first failure says more
+                admin.post("/resume")
+            raise
         admin.post("/resume")
-        _prove(endpoint, version, probe, rollout.request_timeout)
+        _prove(endpoint, what, timeout, probe)
         admin.post("/update_weight_version", json={"new_version": str(version)})
 
 
-def _prove(endpoint: str, version: int, probe: Probe, timeout: float) -> None:
-    """Compares served log-probs of the probe with the trainer's."""
-    body = {
-        "token_ids": list(probe.prompt_ids),
-        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "seed": 0},
-    }
-    what = f"the server {endpoint} could not prove that it serves version {version}"
+def _prove(endpoint: str, what: str, timeout: float, probe: Probe) -> None:
+    """Compares served log-probs of the probe with the trainer's, and cached ones with fresh ones.
+
+    Two requests. One samples a token after the prompt, which a server answers from its prefix cache. The other asks for
+    the log-prob of every token of the prompt and of that one, which a server computes anew: the prompt's must be the
+    trainer's, and the sampled token's must be what the first request said, or the cache is stale.
+    """
+    sampled = _sampled(_ask(endpoint, what, timeout, probe.prompt_ids, logprobs=0))
+    if sampled is None:
+        raise DependencyDied(f"{what}: its answer lacks the log-prob of the sampled token")
+    token, cached = sampled
+    ids = [*probe.prompt_ids, token]
+    served = _prompt_logprobs(_ask(endpoint, what, timeout, ids, prompt_logprobs=0), ids)
+    if served is None:
+        raise DependencyDied(f"{what}: its answer lacks the log-probs of the prompt")
+    *served, fresh = served
+    worst = max(abs(a - b) for a, b in zip(served, probe.logprobs, strict=True))
+    if not worst <= probe.tolerance:
+        raise DependencyDied(
+            f"{what}: log-probs of the probe differ from the trained model's by up to {worst:.3g} nats, "
+            f"allowed {probe.tolerance:g}; it serves other weights (an old version, tied embeddings that do not reload)"
+        )
+    if not abs(cached - fresh) <= probe.tolerance:
+        raise DependencyDied(
+            f"{what}: the log-prob after a cached prompt is {abs(cached - fresh):.3g} nats off, allowed "
+            f"{probe.tolerance:g}; its prefix cache still holds what the old weights computed"
+        )
+
+
+def _ask(endpoint: str, what: str, timeout: float, ids: Sequence[int], **sampling: Any) -> Any:
+    """One token after a prompt, as JSON. It travels as generation does, where connections are lost now and then."""
+    body = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "temperature": 1.0, "seed": 0, **sampling}}
     last = ""
-    for _ in range(5):  # the proof travels the same way as generation, where connections are lost now and then
+    for _ in range(_ATTEMPTS):
         try:
             answer = httpx.post(f"{endpoint}/inference/v1/generate", json=body, timeout=timeout, trust_env=False)
         except httpx.HTTPError as error:
@@ -189,18 +226,21 @@ def _prove(endpoint: str, version: int, probe: Probe, timeout: float) -> None:
             continue
         if answer.status_code != httpx.codes.OK:
             raise DependencyDied(f"{what}: it answered {answer.status_code}", answer.text[:500])
-        served = _prompt_logprobs(answer.json(), probe.prompt_ids)
-        if served is None:
-            raise DependencyDied(f"{what}: its answer has no log-probs of the prompt", answer.text[:500])
-        worst = max(abs(a - b) for a, b in zip(served, probe.logprobs, strict=True))
-        if not worst <= probe.tolerance:
-            raise DependencyDied(
-                f"{what}: log-probs of the probe differ from the trained model's by up to {worst:.3g} nats, "
-                f"allowed {probe.tolerance:g}; it serves other weights (an old version, tied embeddings that do not "
-                "reload) or stale caches"
-            )
-        return
-    raise DependencyDied(f"{what}: no answer in 5 attempts", last)
+        try:
+            return answer.json()
+        except ValueError:
+            raise DependencyDied(f"{what}: its answer is not JSON", answer.text[:500]) from None
+    raise DependencyDied(f"{what}: no answer in {_ATTEMPTS} attempts", last)
+
+
+def _sampled(answer: Any) -> tuple[int, float] | None:
+    """The token that was sampled, and its log-prob; None if the answer does not have them."""
+    try:
+        entry = answer["choices"][0]["logprobs"]["content"][0]
+        token, logprob = int(entry["token_id"]), float(entry["logprob"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return (token, logprob) if math.isfinite(logprob) else None
 
 
 def _prompt_logprobs(answer: Any, ids: Sequence[int]) -> list[float] | None:
