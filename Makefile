@@ -42,5 +42,12 @@ lint: $(READY) ## ruff, mypy --strict, import time
 	MYPYPATH=$(VENV)/tree $(BIN)/mypy -p muster
 	$(BIN)/python tests/import_time.py
 
+chart: $(READY) ## put the compiled pipeline into the chart, check it, pack it into dist/
+	env -u MUSTER_BASE_IMAGE $(BIN)/muster compile grpo --out charts/muster/files/grpo.yaml
+	helm=$$($(BIN)/python -m tests.cluster.tools helm) && "$$helm" lint --strict charts/muster && "$$helm" package -d dist charts/muster
+
+images: ## build the images (BASE, REGISTRY, TAG, IMAGES, ENGINE: see images/build.sh)
+	images/build.sh
+
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

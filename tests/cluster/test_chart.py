@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cluster import tools
 
+from muster.config import parse
 from muster.job.pytorchjob import JOB_RBAC_RULES, RBAC_RULES
+from tests.cluster import tools
 
 CHART = tools.ROOT / "charts" / "muster"
 GOLDEN = Path(__file__).parent / "golden"
@@ -338,3 +339,28 @@ def test_notes_tell_what_to_do_next() -> None:
     assert "token_file: /etc/muster/admin/token" in notes
     assert "rollout status statefulset/rl-muster-fleet" in notes
     assert "/metrics" in notes
+
+
+def test_the_guide_shows_values_and_a_run_that_are_valid(tmp_path: Path) -> None:
+    guide = (tools.ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    values, run = re.findall(r"(?s)```yaml\n(.*?)```", guide)
+    (tmp_path / "values.yaml").write_text(values, encoding="utf-8")
+    done = tools.run(tools.helm(), "template", "muster", CHART, "-n", "team-a", "--values", tmp_path / "values.yaml")
+    assert done.returncode == 0, done.stderr
+    items = objects(done.stdout)
+
+    config = parse(run)
+    assert config.rollout is not None
+    assert config.storage is not None
+    service, fleet = one(items, "Service"), one(items, "StatefulSet")
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    name = service["metadata"]["name"]
+    assert config.rollout.endpoints == [
+        f"http://{name}-{n}.{name}.team-a.svc:{ports['generate']}" for n in range(fleet["spec"]["replicas"])
+    ]
+    assert config.rollout.admin.port == ports["admin"]
+    assert config.storage.pvc == one(items, "PersistentVolumeClaim")["metadata"]["name"]
+    assert config.job.service_account == one(items, "ServiceAccount")["metadata"]["name"]
+    assert config.rollout.admin.token_file is not None
+    pipeline = (CHART / "files" / "grpo.yaml").read_text(encoding="utf-8")
+    assert f"mountPath: {config.rollout.admin.token_file.parent}\n" in pipeline

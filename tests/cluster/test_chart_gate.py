@@ -15,9 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from tests.cluster import tools
 
+from muster.config import Admin, Rollout
+from muster.errors import DependencyDied
 from muster.process import end_tree, free_port, spawn, tail
+from muster.rollout.server import publish
+from muster.telemetry.metrics import Metrics
+from tests.cluster import tools
 
 CHART = tools.ROOT / "charts" / "muster"
 TOKEN = "A-token.of_the~right+length/and=Case"
@@ -193,6 +197,26 @@ def test_the_admin_port_opens_with_the_token(gate: Gate) -> None:
     assert all("Authorization" not in headers for _, _, headers in gate.upstream.seen)
     for path in ("/inference/v1/generate", "/metrics", "/sleep", "/shutdown_weight_transfer_engine"):
         assert ask(gate.admin, path, headers=bearer(TOKEN)) == 404
+
+
+def test_a_launcher_gets_through_the_gate(gate: Gate, tmp_path: Path) -> None:
+    """The code that steps run, with the ports and the token that the chart's notes name, up to the model's proof."""
+    probe = {"prompt_ids": [3, 7], "logprobs": [-1.5], "tolerance": 1e-6}
+    (tmp_path / "probe.json").write_text(json.dumps(probe), encoding="utf-8")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    (tmp_path / "token").write_text(TOKEN + "\n", encoding="utf-8")
+    admin = Admin(port=int(gate.admin.rpartition(":")[2]), token_file=tmp_path / "token")
+    with pytest.raises(DependencyDied, match="log-prob"):  # the upstream is no model
+        publish(Rollout(endpoints=[gate.generate], admin=admin), tmp_path, 1, Metrics("r1"))
+    reached = {path.partition("?")[0] for _, path in gate.reached()}
+    assert {"/pause", "/collective_rpc", "/reset_prefix_cache", "/resume", "/inference/v1/generate"} <= reached
+
+    gate.upstream.seen.clear()
+    (tmp_path / "token").write_text("another" * 6, encoding="utf-8")
+    with pytest.raises(DependencyDied, match="answered 401 to /pause"):
+        publish(Rollout(endpoints=[gate.generate], admin=admin), tmp_path, 2, Metrics("r1"))
+    assert not {path.partition("?")[0] for _, path in gate.reached()} & set(ADMIN)
 
 
 def test_the_metrics_port_gives_metrics_only(gate: Gate) -> None:

@@ -104,3 +104,7 @@ def _fetch_nginx(folder: Path) -> None:
         package = next(Path(scratch).glob("nginx_*.deb"))
         apt("dpkg-deb", "-x", str(package), str(folder))
         apt(str(folder / "usr/sbin/nginx"), "-v")  # its libraries are there
+
+
+if __name__ == "__main__":
+    print({"helm": helm, "kubectl": kubectl, "nginx": nginx}[sys.argv[1]]())
