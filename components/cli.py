@@ -16,6 +16,7 @@ from rich.console import Console
 
 from muster import config as configuration
 from muster.errors import Interrupted, InvalidInput, MusterError, NotBuilt
+from muster.process import terminable
 
 app = typer.Typer(
     name="muster",
@@ -209,7 +210,8 @@ def main() -> None:
     """Entry point of the console script: turns explained errors into their exit codes."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        app(standalone_mode=False)
+        with terminable():
+            app(standalone_mode=False)
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except typer.Abort:

@@ -26,7 +26,7 @@ from muster import process
 from muster.config import RunConfig
 from muster.errors import DependencyDied, Interrupted, InvalidInput, MusterError
 from muster.layout import RunDirectory
-from muster.pipelines.stages import claim
+from muster.pipelines.stages import check, claim
 from muster.rollout.server import started
 from muster.telemetry import events
 
@@ -77,7 +77,7 @@ def run_local(
         InvalidInput, Stalled, DependencyDied, Interrupted, StepFailed: what the run came to.
     """
     load_pipeline(name)
-    config.require("run", "model", "data", "rollout")
+    check(config)
     assert config.run
     assert config.model
     assert config.rollout

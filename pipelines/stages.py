@@ -25,7 +25,7 @@ from muster.layout import RunDirectory
 from muster.rollout.collect import Collection, collect, load_tokenizer
 from muster.rollout.evaluate import evaluate as evaluate_policy
 from muster.rollout.prompts import read_prompts
-from muster.rollout.reward import RewardPool
+from muster.rollout.reward import check_rewards
 from muster.rollout.server import publish
 from muster.telemetry import events
 from muster.telemetry.metrics import Metrics, load_snapshot, serve
@@ -90,16 +90,7 @@ def prepare(context: Context, first: int, iterations: int) -> None:
         InvalidInput: the configuration, prompts or rewards are unusable, or the directory holds another run.
     """
     config, files = context.config, context.files
-    config.require("run", "model", "data", "rollout")
-    assert config.model
-    assert config.data
-    assert config.rollout
-    tokenizer = load_tokenizer(config.model.path)
-    count = len(read_prompts(config.data.prompts, tokenizer))
-    if config.data.held_prompts is not None:
-        read_prompts(config.data.held_prompts, tokenizer)
-    with RewardPool(config.rollout.reward, config.rollout.reward_timeout, config.rollout.reward_workers):
-        pass
+    count = check(config)
     claim(config)
     found = iterations_done(files, first + iterations)
     if found < first:
@@ -225,6 +216,27 @@ STAGES: dict[str, Callable[..., None]] = {
     "evaluate": evaluate,
     "report": report,
 }
+
+
+def check(config: RunConfig) -> int:
+    """Checks what a run needs and no schema can see: tokenizer, prompts, rewards.
+
+    Returns:
+        How many prompts there are.
+
+    Raises:
+        InvalidInput: one line per fault of the first thing that cannot be used.
+    """
+    config.require("run", "model", "data", "rollout")
+    assert config.model
+    assert config.data
+    assert config.rollout
+    tokenizer = load_tokenizer(config.model.path)
+    count = len(read_prompts(config.data.prompts, tokenizer))
+    if config.data.held_prompts is not None:
+        read_prompts(config.data.held_prompts, tokenizer)
+    check_rewards(config.rollout.reward)
+    return count
 
 
 def claim(config: RunConfig) -> None:

@@ -43,13 +43,7 @@ class RewardPool:
     """
 
     def __init__(self, rewards: Sequence[Reward], timeout: float, workers: int) -> None:
-        if not rewards:
-            raise InvalidInput(
-                "rollout.reward: at least one reward function is needed, such as {name: my.module:score}"
-            )
-        faults = [fault for reward in rewards if (fault := _import_fault(reward.name))]
-        if faults:
-            raise InvalidInput(faults)
+        check_rewards(rewards)
         self._terms = tuple((reward.name, reward.weight, dict(reward.options)) for reward in rewards)
         self._timeout = timeout
         self._pool = ProcessPool(
@@ -89,6 +83,19 @@ class RewardPool:
             raise
         except Exception as error:
             raise RewardError(f"{type(error).__name__}: {error}") from error
+
+
+def check_rewards(rewards: Sequence[Reward]) -> None:
+    """Checks that there are reward functions and that they can be imported.
+
+    Raises:
+        InvalidInput: one line for each that cannot.
+    """
+    if not rewards:
+        raise InvalidInput("rollout.reward: at least one reward function is needed, such as {name: my.module:score}")
+    faults = [fault for reward in rewards if (fault := _import_fault(reward.name))]
+    if faults:
+        raise InvalidInput(faults)
 
 
 def _score(

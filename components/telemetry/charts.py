@@ -136,6 +136,27 @@ def gaps(record: RunRecord) -> Markup:
     return _svg(figure, "Reward of groups without losses minus that of groups with losses")
 
 
+def lengths(record: RunRecord) -> Markup:
+    """Mean length of usable samples and of failed ones, as far as those got."""
+    figure, axes = _axes()
+    drawn = False
+    for key, colour, label in (
+        ("usable_mean_length", _COLOURS[0], "usable samples"),
+        ("failed_mean_length", _COLOURS[3], "failed samples, as far as they got"),
+    ):
+        points = [(it.number, it.summary["bias"][key]) for it in record.iterations if it.summary is not None]
+        points = [(k, value) for k, value in points if value is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=label)
+            drawn = True
+    if not drawn:
+        return _NOTHING
+    _label(axes, "iteration", "completion tokens")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="lower right")
+    return _svg(figure, "Mean length of usable and of failed samples")
+
+
 def optimisation(record: RunRecord) -> Markup:
     """Entropy and KL of each update."""
     updates = [u for it in record.iterations if it.training is not None for u in it.training["updates"]]
@@ -161,6 +182,7 @@ ALL: dict[str, Callable[[RunRecord], Markup]] = {
     "failures": failures,
     "masked": masked,
     "gaps": gaps,
+    "lengths": lengths,
     "optimisation": optimisation,
 }
 """Name in the template -> chart."""

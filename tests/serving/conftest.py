@@ -39,7 +39,7 @@ def vllm(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 class Meddler:
-    """Passes requests on to a server, but only pretends to for paths in `swallow`, and answers 500 to those in `refuse`."""
+    """Passes requests on, but only pretends to for paths in `swallow`, and answers 500 to those in `refuse`."""
 
     def __init__(self, endpoint: str) -> None:
         self.swallow: set[str] = set()
@@ -70,7 +70,7 @@ class Meddler:
                 self.end_headers()
                 self.wfile.write(answer)
 
-            do_GET = do_POST = _pass_on
+            do_GET = do_POST = _pass_on  # noqa: N815
 
         class Proxy(ThreadingHTTPServer):
             daemon_threads = True

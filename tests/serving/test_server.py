@@ -112,7 +112,7 @@ def test_f29_f30_an_update_that_the_server_refuses_leaves_the_version_and_says_w
 ) -> None:
     publish(on(meddler.endpoint), versions[0], 0, Metrics("t"))
     meddler.refuse = {"/collective_rpc"}
-    with pytest.raises(DependencyDied, match="(?s)answered 500 to /collective_rpc.*out of memory, says the server"):
+    with pytest.raises(DependencyDied, match=r"(?s)answered 500 to /collective_rpc.*out of memory, says the server"):
         publish(on(meddler.endpoint), versions[1], 1, Metrics("t"))
     assert served_label(vllm.endpoint) == "0"
     publish(on(vllm.endpoint), versions[0], 0, Metrics("t"))  # it has not been left paused

@@ -1,4 +1,4 @@
-"""A server that answers as vLLM does and misbehaves on command, and a small run on disk, for the tests of this folder."""
+"""A server that answers as vLLM does and misbehaves on command, and a small configuration, for this folder."""
 
 from __future__ import annotations
 

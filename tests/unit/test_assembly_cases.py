@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from tests.cases import run_assembly_cases as cases
 
 from muster import config
 from muster.assembly.command import run
 from muster.errors import MusterError
+from tests.cases import run_assembly_cases as cases
 
 CASES = cases.load()
 

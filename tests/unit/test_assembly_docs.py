@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.cases import make_table
-
 from muster.groups import FAILURE_REASONS
+from tests.cases import make_table
 
 
 def test_the_table_is_not_stale() -> None:

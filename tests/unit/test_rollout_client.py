@@ -54,7 +54,15 @@ def test_the_distribution_asked_for_is_the_one_recorded(scripted: ScriptedServer
         (good([3, 4], finish="abort"), "aborted"),
         ({"choices": [{"token_ids": [3], "finish_reason": "stop", "logprobs": None}]}, "server_error"),
         (
-            {"choices": [{"token_ids": [3], "finish_reason": "stop", "logprobs": {"content": [{"token_id": 4, "logprob": 0}]}}]},
+            {
+                "choices": [
+                    {
+                        "token_ids": [3],
+                        "finish_reason": "stop",
+                        "logprobs": {"content": [{"token_id": 4, "logprob": 0}]},
+                    }
+                ]
+            },
             "server_error",
         ),
     ],
@@ -68,7 +76,8 @@ def test_each_failure_has_its_reason(
 
 def test_nan_logprobs_fail_the_slot(scripted: ScriptedServer, make_config: MakeConfig) -> None:
     scripted.behave = lambda _body, _n: (
-        '{"choices": [{"token_ids": [3], "finish_reason": "stop", "logprobs": {"content": [{"token_id": 3, "logprob": NaN}]}}]}'
+        '{"choices": [{"token_ids": [3], "finish_reason": "stop",'
+        ' "logprobs": {"content": [{"token_id": 3, "logprob": NaN}]}}]}'
     )
     assert failure(make_config(), scripted.endpoint).reason == "server_error"
 

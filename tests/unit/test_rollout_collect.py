@@ -26,9 +26,7 @@ from tests.unit.conftest import DROP, MakeConfig, ScriptedServer, good
 
 
 def run(config: RunConfig, out: Path, metrics: Metrics | None = None, **options: Any) -> Collection:
-    return collect(
-        config, version=3, name="0003", position=0, out=out, metrics=metrics or Metrics("test"), **options
-    )
+    return collect(config, version=3, name="0003", position=0, out=out, metrics=metrics or Metrics("test"), **options)
 
 
 def on(server: ScriptedServer, **settings: Any) -> dict[str, Any]:

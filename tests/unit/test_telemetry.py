@@ -172,7 +172,7 @@ def test_the_result_has_the_keys_of_the_contract_and_adds_up(make_config: MakeCo
     assert result["seed"] == 0
     assert result["wall_seconds"] >= 0
     text = page.read_text(encoding="utf-8")
-    assert text.count("<svg ") == 6
+    assert text.count("<svg ") == 7
     assert "be careful" in text
     assert "25.0 %" in text
     assert "http" not in text.split("</style>")[1].replace("http://www.w3.org", "").split("<pre>")[0].replace(
