@@ -211,14 +211,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         with terminable():
-            app(standalone_mode=False)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except typer.Abort:
-        sys.exit(Interrupted.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted; what was collected is kept, the same command goes on from there", file=sys.stderr)
-        sys.exit(Interrupted.exit_code)
+            code = app(standalone_mode=False)  # typer turns Ctrl-C and typer.Exit into a code that it returns
+    except (KeyboardInterrupt, typer.Abort):
+        code = Interrupted.exit_code
     except MusterError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -230,6 +225,9 @@ def main() -> None:
             raise
         print(f"{usage()}; see muster --help", file=sys.stderr)
         sys.exit(InvalidInput.exit_code)
+    if code == Interrupted.exit_code:
+        print("interrupted; what was collected is kept, the same command goes on from there", file=sys.stderr)
+    sys.exit(code or 0)
 
 
 def _with_sources(config: Path, prompts: Path | None, endpoints: list[str] | None) -> configuration.RunConfig:

@@ -171,14 +171,20 @@ def _main() -> None:
 
 def _forward(_number: int, _frame: FrameType | None) -> NoReturn:
     """Passes SIGTERM to the step that runs, and leaves when it has."""
-    steps = psutil.Process().children()
-    for step in psutil.Process().children(recursive=True):
-        # The step is a shell that runs Python: both get the signal; a job's ranks are their launcher's business.
-        if os.getpgid(step.pid) == os.getpgrp():
-            with contextlib.suppress(psutil.Error):
-                step.terminate()
-    psutil.wait_procs(steps, timeout=_STEP_GRACE_SECONDS)
+    # A step is a shell that runs Python that may have workers. A job has a session of its own: its launcher ends it.
+    group = [member for member in psutil.Process().children(recursive=True) if _in_our_group(member)]
+    for member in group:
+        with contextlib.suppress(psutil.Error):
+            member.terminate()
+    psutil.wait_procs(group, timeout=_STEP_GRACE_SECONDS)
     os._exit(Interrupted.exit_code)
+
+
+def _in_our_group(member: psutil.Process) -> bool:
+    try:
+        return os.getpgid(member.pid) == os.getpgrp()
+    except ProcessLookupError:
+        return False
 
 
 if __name__ == "__main__":

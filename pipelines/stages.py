@@ -242,7 +242,7 @@ def check(config: RunConfig) -> int:
 def claim(config: RunConfig) -> None:
     """Writes `run.yaml` into a new run directory, or checks that it holds this run.
 
-    What may differ on a later visit: where servers and jobs are, and how long to go on.
+    What may differ on a later visit: where servers and jobs are. The file stays as it was first given.
 
     Raises:
         InvalidInput: it holds a run with another configuration; one line for each key that differs.
@@ -260,6 +260,7 @@ def claim(config: RunConfig) -> None:
                     for key in differ
                 ]
             )
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with trajectory.atomic_file(path) as temporary:
         temporary.write_text(config.dump(), encoding="utf-8")
@@ -321,9 +322,12 @@ def _train_job(context: Context, name: str, arguments: tuple[str, ...]) -> None:
     config, folder = context.config, context.files.job(name)
     job = config.job
     prepare_only = name == "prepare"
+    folder.mkdir(parents=True, exist_ok=True)
+    given = folder / "run.yaml"
+    given.write_text(config.dump(), encoding="utf-8")
     spec = JobSpec(
         name=name,
-        arguments=("-m", "muster.training", "--config", str(context.files.config), *arguments),
+        arguments=("-m", "muster.training", "--config", str(given), *arguments),
         replicas=1 if prepare_only else job.replicas,
         nproc_per_node=1 if prepare_only else job.processes_per_replica,
         outcome=folder / "outcome.json",

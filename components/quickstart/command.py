@@ -11,6 +11,7 @@ from rich.table import Table
 
 from muster.layout import RunDirectory
 from muster.pipelines.local import run_local
+from muster.pipelines.stages import claim
 from muster.quickstart.run import ITERATIONS, prepare
 from muster.telemetry import events
 from muster.telemetry.progress import RunProgress
@@ -34,13 +35,16 @@ def run_quickstart(directory: Path, seed: int, failure_rate: float) -> None:
         config = prepare(
             files.root, seed, failure_rate, lambda done, total: progress.doing(f"warm start {done}/{total}")
         )
-        run_local(
-            "grpo",
-            config,
-            iterations=ITERATIONS,
-            on_event=progress.on_event,
-            on_wait=lambda seconds: progress.doing(f"starting vLLM ({seconds:.0f} s, about 30)"),
-        )
+        if files.result.exists() and files.evaluation(ITERATIONS).exists():
+            claim(config)  # the directory holds this very run, and it has ended
+        else:
+            run_local(
+                "grpo",
+                config,
+                iterations=ITERATIONS,
+                on_event=progress.on_event,
+                on_wait=lambda seconds: progress.doing(f"starting vLLM ({seconds:.0f} s, about 30)"),
+            )
     result = json.loads(files.result.read_text(encoding="utf-8"))
     Console().print(_table(result))
     print(f"report:  {files.report}")

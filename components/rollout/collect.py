@@ -28,7 +28,7 @@ from muster.rollout.client import Client
 from muster.rollout.group import CollectedGroup, run_group
 from muster.rollout.prompts import Prompt, order, read_prompts
 from muster.rollout.reward import RewardPool
-from muster.rollout.watch import run_until_signal, watched
+from muster.rollout.watch import run_until_signal, until_healthy, watched
 from muster.rollout.workflow import RolloutWorkflow, SingleTurn, Slot
 from muster.telemetry.metrics import Metrics
 
@@ -277,6 +277,8 @@ class _Collector:
                 else:
                     empty_rounds += 1
                     self.metrics.empty_rounds.inc()
+                    # A server that is away makes quick failures: they must not use up prompts before it is found dead.
+                    await until_healthy(self.rollout.endpoints)
                 self._check_stall(empty_rounds, time.monotonic() - last_progress)
 
     def _missing(self) -> int:

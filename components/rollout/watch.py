@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 _HEALTH_SECONDS = 1.0
 _HEALTH_FAILURES = 3
+_HEALTH_TIMEOUT = 5.0
 
 
 @contextlib.asynccontextmanager
@@ -31,16 +32,10 @@ async def watched(endpoints: Sequence[str]) -> AsyncIterator[None]:
 
     async def watch(endpoint: str) -> None:
         failures = 0
-        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT, trust_env=False) as http:
             while failures < _HEALTH_FAILURES:
                 await asyncio.sleep(_HEALTH_SECONDS)
-                try:
-                    answer = await http.get(f"{endpoint}/health")
-                    problem = None if answer.status_code == httpx.codes.OK else f"answered {answer.status_code}"
-                except httpx.ReadTimeout:
-                    problem = None  # busy, not dead: slots have time limits of their own
-                except httpx.HTTPError as error:
-                    problem = f"{type(error).__name__}: {error}"
+                problem = await _problem(http, endpoint)
                 failures = failures + 1 if problem else 0
         death.append(f"the server {endpoint} died while rollouts were collected: its health check {problem}")
         body.cancel()
@@ -56,6 +51,25 @@ async def watched(endpoints: Sequence[str]) -> AsyncIterator[None]:
     finally:
         for task in watches:
             task.cancel()
+
+
+async def until_healthy(endpoints: Sequence[str]) -> None:
+    """Returns when every server is healthy; in a `watched` block one that stays away ends the block meanwhile."""
+    async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT, trust_env=False) as http:
+        for endpoint in endpoints:
+            while await _problem(http, endpoint):
+                await asyncio.sleep(_HEALTH_SECONDS)
+
+
+async def _problem(http: httpx.AsyncClient, endpoint: str) -> str | None:
+    """What is wrong with a server, if anything. One that takes long is busy: slots have time limits of their own."""
+    try:
+        answer = await http.get(f"{endpoint}/health")
+    except httpx.ReadTimeout:
+        return None
+    except httpx.HTTPError as error:
+        return f"failed with {type(error).__name__}: {error}"
+    return None if answer.status_code == httpx.codes.OK else f"answered {answer.status_code}"
 
 
 def run_until_signal(work: Coroutine[Any, Any, T]) -> T:

@@ -156,7 +156,6 @@ def test_a_signal_leaves_no_process_and_the_next_run_goes_on(
     _, text = child.communicate(timeout=60)
     assert child.returncode == 130, text
     assert eventually(lambda: not processes_of(root), 10), processes_of(root)
-    assert not list(root.rglob("*.partial-*")) or not RunDirectory(root).weights(1).exists()
     kept = list(RunDirectory(root).iteration(0).glob("rollouts*/part-*.parquet"))
     assert kept
 

@@ -1,7 +1,7 @@
 """A real Kubernetes API server with its controller manager and etcd, on loopback, for tests.
 
-Builds the programs on first use (`build.sh`, minutes) and keeps them in the repository's `.cache/apiserver/`. No
-scheduler and no kubelet run: a test plays the operator and patches status, and a small server answers for a node's
+Builds the programs on first use (`build.sh`, minutes) and keeps them in the user's cache folder, for all checkouts.
+No scheduler and no kubelet run: a test plays the operator and patches status, and a small server answers for a node's
 container logs.
 """
 
@@ -32,7 +32,7 @@ from kubernetes.client.exceptions import ApiException
 from muster.process import Child, end_tree, free_port, spawn, tail
 
 HERE = Path(__file__).parent
-CACHE = HERE.parents[2] / ".cache" / "apiserver"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muster" / "apiserver"
 CRDS = HERE.parent / "crds"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
 
