@@ -56,7 +56,7 @@ def settings(folder: Path, seed: int, failure_rate: float) -> dict[str, Any]:
             "slot_timeout": 2 * REQUEST_TIMEOUT,
             "reward": [{"name": "muster.quickstart.task:reward", "options": {"crash_rate": round(each, 4)}}],
             "reward_timeout": 5,
-            "max_concurrent": 64,
+            "max_concurrent": 128,
             "startup_timeout": 300,
             "stall": {"min_rounds": 8, "min_seconds": 60},
         },

@@ -6,12 +6,14 @@ Knows nothing about groups or rewards. The weight version is the caller's: it is
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
 
 from muster.config import Rollout
 from muster.errors import InvalidInput
@@ -61,19 +63,19 @@ class Client:
                 "rollout.endpoints: no server to generate with; name at least one, such as http://vllm:8000"
             )
         self._rollout, self.version = rollout, version
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(rollout.request_timeout),
-            limits=httpx.Limits(
-                max_connections=rollout.max_concurrent, max_keepalive_connections=rollout.max_concurrent
-            ),
-            trust_env=False,
-        )
+        self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
+        self._http = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._rollout.request_timeout),
+            # Servers close idle connections after a few seconds: let go of them sooner, or a request meets the closing.
+            connector=aiohttp.TCPConnector(limit=self._rollout.max_concurrent, keepalive_timeout=2.0),
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        assert self._http is not None
+        await self._http.close()
 
     async def generate(self, prompt_ids: Sequence[int], *, group_id: str, seed: int) -> Completion:
         """Samples one completion.
@@ -97,22 +99,26 @@ class Client:
             "logprobs": 0,
             "seed": seed,
         }
-        body = {"token_ids": list(prompt_ids), "sampling_params": sampling}
+        status, text = await self._post(endpoint, {"token_ids": list(prompt_ids), "sampling_params": sampling})
+        if status != HTTPStatus.OK:
+            too_long = status == HTTPStatus.BAD_REQUEST and b"context length" in text
+            raise SlotFailure(
+                "context_overflow" if too_long else "server_error",
+                f"{endpoint} answered {status}: {text[:300].decode(errors='replace')}",
+            )
+        return _completion(text, endpoint, version)
+
+    async def _post(self, endpoint: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        assert self._http is not None, "use the client as an asynchronous context manager"
         try:
-            answer = await self._http.post(f"{endpoint}/inference/v1/generate", json=body)
-        except httpx.TimeoutException:
+            async with self._http.post(f"{endpoint}/inference/v1/generate", json=body) as answer:
+                return answer.status, await answer.read()
+        except TimeoutError:
             raise SlotFailure(
                 "timeout", f"{endpoint} gave no answer in request_timeout {self._rollout.request_timeout:g} s"
             ) from None
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise SlotFailure("server_error", f"{endpoint}: {type(error).__name__}: {error}") from error
-        if answer.status_code != httpx.codes.OK:
-            text = answer.text[:300]
-            too_long = answer.status_code == httpx.codes.BAD_REQUEST and "context length" in text
-            raise SlotFailure(
-                "context_overflow" if too_long else "server_error", f"{endpoint} answered {answer.status_code}: {text}"
-            )
-        return _completion(answer, endpoint, version)
 
 
 def slot_seed(seed: int, group_id: str, slot: int, segment: int = 0) -> int:
@@ -127,10 +133,10 @@ def slot_seed(seed: int, group_id: str, slot: int, segment: int = 0) -> int:
     return _hash(f"{seed}\0{group_id}\0{slot}\0{segment}") & 0x7FFFFFFF
 
 
-def _completion(answer: httpx.Response, endpoint: str, version: int) -> Completion:
+def _completion(answer: bytes, endpoint: str, version: int) -> Completion:
     """Reads an answer and checks what a lying server could get wrong."""
     try:
-        choice: dict[str, Any] = answer.json()["choices"][0]
+        choice: dict[str, Any] = json.loads(answer)["choices"][0]
         ids = tuple(int(token) for token in choice["token_ids"])
         finish = choice["finish_reason"]
         content = (choice.get("logprobs") or {}).get("content") or []

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from http import HTTPStatus
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 
 from muster.errors import DependencyDied, Interrupted
 
@@ -32,7 +33,7 @@ async def watched(endpoints: Sequence[str]) -> AsyncIterator[None]:
 
     async def watch(endpoint: str) -> None:
         failures = 0
-        async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT, trust_env=False) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT)) as http:
             while failures < _HEALTH_FAILURES:
                 await asyncio.sleep(_HEALTH_SECONDS)
                 problem = await _problem(http, endpoint)
@@ -55,21 +56,21 @@ async def watched(endpoints: Sequence[str]) -> AsyncIterator[None]:
 
 async def until_healthy(endpoints: Sequence[str]) -> None:
     """Returns when every server is healthy; in a `watched` block one that stays away ends the block meanwhile."""
-    async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT, trust_env=False) as http:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT)) as http:
         for endpoint in endpoints:
             while await _problem(http, endpoint):
                 await asyncio.sleep(_HEALTH_SECONDS)
 
 
-async def _problem(http: httpx.AsyncClient, endpoint: str) -> str | None:
+async def _problem(http: aiohttp.ClientSession, endpoint: str) -> str | None:
     """What is wrong with a server, if anything. One that takes long is busy: slots have time limits of their own."""
     try:
-        answer = await http.get(f"{endpoint}/health")
-    except httpx.ReadTimeout:
+        async with http.get(f"{endpoint}/health") as answer:
+            return None if answer.status == HTTPStatus.OK else f"answered {answer.status}"
+    except TimeoutError:
         return None
-    except httpx.HTTPError as error:
+    except (aiohttp.ClientError, OSError) as error:
         return f"failed with {type(error).__name__}: {error}"
-    return None if answer.status_code == httpx.codes.OK else f"answered {answer.status_code}"
 
 
 def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
