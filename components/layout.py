@@ -64,6 +64,10 @@ class RunDirectory:
         """Held-out results by version."""
         return self.root / "evaluations"
 
+    def trained(self, k: int) -> bool:
+        """Whether iteration k has been trained on: its measurements are written last, and old weights are collected."""
+        return self.training(k).exists() and (self.weights(k + 1).exists() or self.training(k + 1).exists())
+
     def evaluation(self, version: int) -> Path:
         """Held-out results of a version."""
         return self.evaluations / f"v{version:04d}.json"

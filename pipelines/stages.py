@@ -26,7 +26,7 @@ from muster.rollout.collect import Collection, collect, load_tokenizer
 from muster.rollout.evaluate import evaluate as evaluate_policy
 from muster.rollout.prompts import read_prompts
 from muster.rollout.reward import check_rewards
-from muster.rollout.server import publish
+from muster.rollout.server import publish, replicas
 from muster.telemetry import events
 from muster.telemetry.metrics import Metrics, load_snapshot, serve
 from muster.telemetry.report import write_report
@@ -102,8 +102,7 @@ def prepare(context: Context, first: int, iterations: int) -> None:
 
 def rollout(context: Context, iteration: int) -> None:
     """Publishes version `iteration` with proof, then collects a batch of groups from it."""
-    config, files = context.config, context.files
-    assert config.rollout
+    files = context.files
     if files.rollouts(iteration).exists():
         context.event("kept", stage="rollout", iteration=iteration)
         _log_collection(context, json.loads(files.collection(iteration).read_text(encoding="utf-8")))
@@ -121,6 +120,8 @@ def rollout(context: Context, iteration: int) -> None:
             context.event("collecting", iteration=iteration, trainable=state.trainable, target=state.target)
 
     with _served(context):
+        config = _resolved(context.config)
+        assert config.rollout
         start = time.monotonic()
         publish(config.rollout, files.weights(iteration), iteration, context.metrics)
         context.event("published", version=iteration, seconds=round(time.monotonic() - start, 3))
@@ -131,6 +132,7 @@ def rollout(context: Context, iteration: int) -> None:
             position=position,
             out=files.rollouts(iteration),
             metrics=context.metrics,
+            published=True,
             on_group=on_group,
         )
     counts = state.as_json()
@@ -164,7 +166,7 @@ def assemble(context: Context, iteration: int) -> None:
 def train(context: Context, iteration: int) -> None:
     """Trains version `iteration + 1` in a job of its own."""
     files = context.files
-    if files.weights(iteration + 1).exists() and files.training(iteration).exists():
+    if files.trained(iteration):
         context.event("kept", stage="train", iteration=iteration)
     else:
         start = time.monotonic()
@@ -183,15 +185,17 @@ def train(context: Context, iteration: int) -> None:
 def evaluate(context: Context, version: int) -> None:
     """Scores a version on the held-out prompts, where the configuration names some."""
     config, files = context.config, context.files
-    assert config.rollout
     assert config.data
-    if config.data.held_prompts is None:
+    held = config.data.held_prompts
+    if held is None:
         return
     path = files.evaluation(version)
     if not path.exists():
         with _served(context):
+            config = _resolved(config)
+            assert config.rollout
             publish(config.rollout, files.weights(version), version, context.metrics)
-            result = evaluate_policy(config, version=version, prompts=config.data.held_prompts)
+            result = evaluate_policy(config, version=version, prompts=held)
         with trajectory.atomic_file(path) as temporary:
             temporary.write_text(json.dumps(result.as_json(), indent=1), encoding="utf-8")
         context.event("evaluated", **result.as_json())
@@ -269,7 +273,7 @@ def claim(config: RunConfig) -> None:
 def iterations_done(files: RunDirectory, most: int) -> int:
     """How many iterations are finished, counted from the first."""
     done = 0
-    while done < most and files.training(done).exists() and files.weights(done + 1).exists():
+    while done < most and files.trained(done):
         done += 1
     return done
 
@@ -301,6 +305,13 @@ def _identity(text: str) -> dict[str, Any]:
             yield prefix, value
 
     return {key: value for key, value in flatten("", yaml.safe_load(text)) if not key.startswith(_FREE)}
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    """The configuration with every replica of the fleet as an endpoint of its own."""
+    assert config.rollout
+    rollout = config.rollout.model_copy(update={"endpoints": replicas(config.rollout.endpoints)})
+    return config.model_copy(update={"rollout": rollout})
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ ENOUGH = 8
 LENGTH_RATIO = 1.25
 """Failed slots that are this much longer or shorter than usable ones, on average, are warned about."""
 
-STANDARD_ERRORS = 3.0
+STANDARD_ERRORS = 4.0
 """A reward gap of this many standard errors is warned about."""
 
 
@@ -180,7 +180,11 @@ def _bias(slots: Slots, target: int) -> tuple[dict[str, float | None], list[str]
 
 
 def _standard_error(slots: Slots, whole: NDArray[np.bool_]) -> float:
-    """Of the gap between the two kinds of groups, a group's mean reward being one observation; infinite for few."""
+    """Of the gap between the two kinds of groups, a group's mean reward being one observation; infinite for few.
+
+    The variance is that of all groups together: were slots lost at random, both kinds would share it, and that of a
+    dozen groups alone is small by chance too often.
+    """
     usable = slots.usable
     count = np.bincount(slots.group[usable], minlength=len(whole))
     total = np.bincount(slots.group[usable], weights=slots.reward[usable], minlength=len(whole))
@@ -188,7 +192,8 @@ def _standard_error(slots: Slots, whole: NDArray[np.bool_]) -> float:
     sides = [means[whole & (count > 0)], means[~whole & (count > 0)]]
     if min(len(side) for side in sides) < ENOUGH:
         return float("inf")
-    return float(np.sqrt(sum(side.var(ddof=1) / len(side) for side in sides)))
+    variance = np.concatenate(sides).var(ddof=1)
+    return float(np.sqrt(variance * sum(1 / len(side) for side in sides)))
 
 
 def _mean(values: NDArray[Any]) -> float | None:

@@ -55,14 +55,17 @@ class Client:
     Args:
         rollout: endpoints, sampling settings and time limits.
         version: the weight version that every endpoint has proved to serve.
+        published: whether `publish` labelled the servers with it. An answer with another label is then refused: it
+            comes from a server that was restarted, and serves the weights it was started with.
     """
 
-    def __init__(self, rollout: Rollout, version: int) -> None:
+    def __init__(self, rollout: Rollout, version: int, *, published: bool = False) -> None:
         if not rollout.endpoints:
             raise InvalidInput(
                 "rollout.endpoints: no server to generate with; name at least one, such as http://vllm:8000"
             )
         self._rollout, self.version = rollout, version
+        self._label = str(version) if published else None
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
@@ -106,7 +109,7 @@ class Client:
                 "context_overflow" if too_long else "server_error",
                 f"{endpoint} answered {status}: {text[:300].decode(errors='replace')}",
             )
-        return _completion(text, endpoint, version)
+        return _completion(text, endpoint, version, self._label)
 
     async def _post(self, endpoint: str, body: dict[str, Any]) -> tuple[int, bytes]:
         assert self._http is not None, "use the client as an asynchronous context manager"
@@ -133,7 +136,7 @@ def slot_seed(seed: int, group_id: str, slot: int, segment: int = 0) -> int:
     return _hash(f"{seed}\0{group_id}\0{slot}\0{segment}") & 0x7FFFFFFF
 
 
-def _completion(answer: bytes, endpoint: str, version: int) -> Completion:
+def _completion(answer: bytes, endpoint: str, version: int, label: str | None) -> Completion:
     """Reads an answer and checks what a lying server could get wrong."""
     try:
         choice: dict[str, Any] = json.loads(answer)["choices"][0]
@@ -141,8 +144,14 @@ def _completion(answer: bytes, endpoint: str, version: int) -> Completion:
         finish = choice["finish_reason"]
         content = (choice.get("logprobs") or {}).get("content") or []
         sampled = [(int(entry["token_id"]), float(entry["logprob"])) for entry in content]
+        labels = {str(span["version"]) for span in choice.get("weight_versions") or ()}
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise SlotFailure("server_error", f"{endpoint} sent an answer that cannot be read: {error!r}") from error
+    if label is not None and ids and labels != {label}:
+        raise SlotFailure(
+            "server_error",
+            f"{endpoint} sampled with weights labelled {', '.join(sorted(labels)) or 'nothing'}, not {label}",
+        )
     if tuple(token for token, _ in sampled) != ids or not all(math.isfinite(value) for _, value in sampled):
         raise SlotFailure("server_error", f"{endpoint} sent log-probs that do not fit its {len(ids)} tokens")
     done = Completion(ids, tuple(value for _, value in sampled), (version,) * len(ids), str(finish))

@@ -108,6 +108,7 @@ def collect(
     position: int,
     out: Path,
     metrics: Metrics,
+    published: bool = False,
     workflow: RolloutWorkflow | None = None,
     on_group: Callable[[Collection], None] = lambda _: None,
 ) -> Collection:
@@ -120,6 +121,7 @@ def collect(
         position: where in the stream of prompts to start.
         out: folder for the rollout files; must not exist. `out` + `.partial` is used until all are there.
         metrics: counts slots and groups.
+        published: whether the servers were given `version` by `publish`; then their label must say so.
         workflow: what a slot does; one turn by default.
         on_group: called after each finished group.
 
@@ -157,6 +159,7 @@ def collect(
                 on_group,
                 name,
                 done,
+                published,
             )
             run_until_signal(task.run())
     except Interrupted as error:
@@ -261,12 +264,16 @@ class _Collector:
     on_group: Callable[[Collection], None]
     name: str
     done: set[str]
+    published: bool
     attempts: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> None:
         """Rounds until the batch is full, beside a watch on the servers."""
         limit = asyncio.Semaphore(self.rollout.max_concurrent)
-        async with Client(self.rollout, self.state.version) as client, watched(self.rollout.endpoints):
+        async with (
+            Client(self.rollout, self.state.version, published=self.published) as client,
+            watched(self.rollout.endpoints),
+        ):
             last_progress, empty_rounds = time.monotonic(), 0
             while (missing := self._missing()) > 0:
                 before = self.state.trainable

@@ -62,7 +62,7 @@ def evaluate(
     """Samples each held-out prompt and averages the rewards.
 
     Args:
-        config: `model`, `data` and `rollout` are needed; the endpoints must serve `version` already.
+        config: `model`, `data` and `rollout` are needed; `version` must have been published to the endpoints.
         version: of the weights; with `data.seed` it seeds the samples.
         prompts: the held-out prompt file.
         samples: per prompt.
@@ -84,7 +84,7 @@ def evaluate(
 
     async def sample_all() -> list[list[float]]:
         limit = asyncio.Semaphore(rollout.max_concurrent)
-        async with Client(rollout, version) as client, watched(rollout.endpoints):
+        async with Client(rollout, version, published=True) as client, watched(rollout.endpoints):
 
             async def one(prompt: Prompt) -> list[float]:
                 rewards: list[float] = []

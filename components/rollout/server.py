@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -98,6 +99,37 @@ def started(
             if proxy is not None:
                 stack.callback(process.end_tree, proxy, 5.0)
             stack.callback(process.end_tree, child, 5.0)
+
+
+def replicas(endpoints: Sequence[str]) -> list[str]:
+    """Every server behind the endpoints, each by an address of its own.
+
+    A headless Service has one address a replica; publishing through its name would reach a random one. Names of https
+    endpoints are kept, since certificates are for names.
+
+    Args:
+        endpoints: as in `rollout.endpoints`.
+
+    Raises:
+        DependencyDied: a name does not resolve.
+    """
+    found: dict[str, None] = {}
+    for endpoint in endpoints:
+        url = httpx.URL(endpoint)
+        if url.scheme == "https":
+            found[endpoint] = None
+            continue
+        port = url.port or 80
+        try:
+            answers = socket.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise DependencyDied(
+                f"the server name {url.host} in rollout.endpoints does not resolve: {error}"
+            ) from error
+        addresses = [answer[4][0] for answer in answers if answer[0] == socket.AF_INET]
+        addresses = addresses or [f"[{answer[4][0]}]" for answer in answers]
+        found.update(dict.fromkeys(f"http://{address}:{port}" for address in sorted(addresses)))
+    return list(found)
 
 
 def publish(rollout: Rollout, weights: Path, version: int, metrics: Metrics) -> None:

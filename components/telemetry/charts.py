@@ -152,7 +152,7 @@ def lengths(record: RunRecord) -> Markup:
     if not drawn:
         return _NOTHING
     _label(axes, "iteration", "completion tokens")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.legend(frameon=False, loc="lower right")
     return _svg(figure, "Mean length of usable and of failed samples")
 

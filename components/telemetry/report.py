@@ -152,8 +152,12 @@ def _bias(record: RunRecord) -> dict[str, float | None]:
 
 
 def _warnings(record: RunRecord) -> list[str]:
-    seen = dict.fromkeys(w for it in record.iterations if it.summary is not None for w in it.summary["warnings"])
-    return list(seen)
+    """What the batches warned of, each with the first iteration it came up in."""
+    seen: dict[str, int] = {}
+    for iteration in record.iterations:
+        for warning in iteration.summary["warnings"] if iteration.summary is not None else ():
+            seen.setdefault(warning, iteration.number)
+    return [f"iteration {number}: {warning}" for warning, number in seen.items()]
 
 
 def _failure(record: RunRecord) -> dict[str, Any] | None:

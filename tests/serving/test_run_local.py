@@ -67,7 +67,7 @@ def reached(root: Path, kind: str, **fields: Any) -> Callable[[], bool]:
     return lambda: any(event["kind"] == kind and fields.items() <= event.items() for event in events.read(root)[0])
 
 
-def test_two_iterations_train_on_two_ranks_and_a_second_run_repeats_nothing(
+def test_iterations_train_on_two_ranks_and_a_second_run_repeats_nothing(
     vllm: RunningServer, model_dir: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
@@ -76,36 +76,40 @@ def test_two_iterations_train_on_two_ranks_and_a_second_run_repeats_nothing(
     faults = [sys.executable, "-m", "muster.rollout.faults", "--listen", str(proxy_port), "--upstream", upstream]
     proxy = spawn([*faults, "--drop", "0.15"], env=dict(os.environ), log=tmp_path / "proxy.log")
     try:
-        config = small_run(root, model_dir, f"http://127.0.0.1:{proxy_port}")
-        run_local("grpo", config, iterations=2)
+        training = {"steps": 3, "checkpoint": {"keep": 1}}
+        config = small_run(root, model_dir, f"http://127.0.0.1:{proxy_port}", training=training)
+        run_local("grpo", config, iterations=3)
         result, kinds = finished(root)
         files = RunDirectory(root)
-        assert (result["iterations"], result["optimizer_steps"], result["seed"]) == (2, 4, 0)
+        assert (result["iterations"], result["optimizer_steps"], result["seed"]) == (3, 6, 0)
         assert result["slots_failed"] == result["failures"]["server_error"] > 0
         assert 0 <= result["reward_start"] <= 1
         assert 0 <= result["reward_end"] <= 1
-        for k in range(2):
+        for k in range(3):
             trained = json.loads(files.training(k).read_text(encoding="utf-8"))
             assert trained["world_size"] == 2
             assert abs(trained["logprob_drift"]["absolute"]) < 1e-4  # what vLLM recorded is what the trainer computes
             rows = pq.read_table(files.batch(k) / "batch.parquet").to_pylist()
             assert {version for row in rows for version in row["versions"]} == {k}
-        assert kinds.count("published") == 2
+        assert kinds.count("published") == 3
+        assert not files.weights(1).exists()  # collected: resuming must not need it
         assert files.report.read_text(encoding="utf-8").count("<svg ") == 7
         metrics = json.loads((root / "metrics.json").read_text(encoding="utf-8"))
         slots = sum(value for key, value in metrics.items() if key.startswith("muster_rollout_slots_total"))
         assert slots == result["slots_target"]
-        assert metrics['muster_training_steps_total{"outcome": "applied"}'] == 4
+        assert metrics['muster_training_steps_total{"outcome": "applied"}'] == 6
 
-        run_local("grpo", config, iterations=2)
+        run_local("grpo", config, iterations=3)
         again, kinds = finished(root)
         assert {k: v for k, v in again.items() if k != "wall_seconds"} == {
             k: v for k, v in result.items() if k != "wall_seconds"
         }
-        assert kinds.count("trained") == kinds.count("collected") == 2
-        assert kinds.count("kept") == 6
+        assert kinds.count("trained") == kinds.count("collected") == 3
+        assert kinds.count("kept") == 9
         with pytest.raises(InvalidInput, match=r"data\.seed: is 1, but .* holds a run with 0"):
-            run_local("grpo", small_run(root, model_dir, vllm.endpoint, data={"seed": 1}), iterations=2)
+            run_local(
+                "grpo", small_run(root, model_dir, vllm.endpoint, data={"seed": 1}, training=training), iterations=3
+            )
     finally:
         end_tree(proxy)
     assert not processes_of(root)

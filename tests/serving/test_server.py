@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from muster.config import Rollout
 from muster.errors import DependencyDied, InvalidInput
-from muster.rollout.client import Client, Completion
+from muster.rollout.client import Client, Completion, SlotFailure
 from muster.rollout.server import RunningServer, publish, started
 from muster.telemetry.metrics import Metrics
 from tests.serving.conftest import SERVER, Meddler
@@ -122,6 +122,24 @@ def test_a_directory_without_weights_never_reaches_the_server(versions: list[Pat
     (tmp_path / "probe.json").write_bytes((versions[0] / "probe.json").read_bytes())
     with pytest.raises(InvalidInput, match="holds no weights"):
         publish(on("http://127.0.0.1:9"), tmp_path, 1, Metrics("t"))
+
+
+@pytest.mark.timeout(400)
+def test_samples_of_a_server_that_lost_what_was_published_are_refused(
+    vllm: RunningServer, versions: list[Path]
+) -> None:
+    """A restarted server answers as before, with the weights it was started with and without our label."""
+    publish(on(vllm.endpoint), versions[1], 1, Metrics("t"))
+
+    async def one(version: int) -> Completion:
+        async with Client(on(vllm.endpoint), version, published=True) as client:
+            return await client.generate([13, 14, 3, 4, 5, 6, 15], group_id="g", seed=0)
+
+    assert asyncio.run(one(1)).ids
+    httpx.post(f"{vllm.endpoint}/update_weight_version", json={"new_version": "default"}, timeout=30)
+    with pytest.raises(SlotFailure, match="labelled default, not 1") as caught:
+        asyncio.run(one(1))
+    assert caught.value.reason == "server_error"
 
 
 def test_weights_without_a_probe_are_not_published(tmp_path: Path) -> None:

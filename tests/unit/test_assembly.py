@@ -533,6 +533,18 @@ def test_the_evidence_of_bias() -> None:
     assert any("lower rewards" in w for w in summary["warnings"])
 
 
+def test_chance_is_not_called_bias() -> None:
+    """Slots lost by lot, over many batches like those of a run whose rewards are nearly all 1: no warning at all."""
+    source = np.random.default_rng(0)
+    for _ in range(60):
+        groups: dict[str, list[Slot]] = {}
+        for number in range(128):
+            share = source.beta(9, 1)
+            rewards = [float(source.random() < share) for _ in range(8)]
+            groups[f"g{number}"] = [F if source.random() < 0.25 else reward for reward in rewards]
+        assert not [w for w in make(groups, n_samples=8).summary["warnings"] if "at random" in w]
+
+
 def test_evidence_that_cannot_be_had_is_null() -> None:
     bias = make({"a": [1, 0, 1, 0]}).summary["bias"]
     assert bias["failed_mean_length"] is None
