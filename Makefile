@@ -16,11 +16,12 @@ help: ## show this list
 setup: $(READY) ## virtual environment with everything pinned (about two minutes, once)
 
 $(READY): requirements.lock pyproject.toml
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python 3.11 to 3.13 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-deps -r requirements.lock setuptools==80.9.0
-	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
-	touch $@
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python 3.11 to 3.13 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.11")'
+	@echo "setting up $(VENV) with pinned packages: about two minutes, this once" >&2
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --no-deps -r requirements.lock setuptools==80.9.0
+	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
 
 quickstart: $(READY) ## the whole loop on this machine: a policy learns to sort while a quarter of its samples is lost
 	$(BIN)/muster quickstart --dir $(DIR) --seed $(SEED)
@@ -48,6 +49,9 @@ chart: $(READY) ## put the compiled pipeline into the chart, check it, pack it i
 
 images: ## build the images (BASE, REGISTRY, TAG, IMAGES, ENGINE: see images/build.sh)
 	images/build.sh
+
+bench: $(READY) ## all benchmarks, as JSON on stdout
+	@$(BIN)/python -m tests.benchmarks
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
