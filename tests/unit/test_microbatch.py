@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.training.batch import Row
-from muster.training.microbatch import build, pack, schedule
+from muster.training.microbatch import Packing, build, in_slots, in_step, pack, pack_padded, schedule
 
 lengths_and_cap = st.lists(st.integers(1, 40), max_size=30).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 200))
@@ -33,15 +33,64 @@ def row(ids: list[int], prompt: int, mask: list[bool], logprob: float = -1.0) ->
 @given(lengths_and_cap, st.integers(1, 8))
 def test_packs_cover_every_row_within_the_padded_cap(case: tuple[list[int], int], at_least: int) -> None:
     lengths, cap = case
-    packs = pack(lengths, cap, at_least=at_least)
+    packs = pack_padded(lengths, cap, at_least=at_least)
     assert sorted(i for one in packs for i in one) == list(range(len(lengths)))
     assert all(len(one) * max(lengths[i] for i in one) <= cap for one in packs)
     assert len(packs) >= min(at_least, len(lengths))
 
 
-def test_a_row_longer_than_the_cap_is_refused() -> None:
+@given(lengths_and_cap, st.integers(1, 8))
+def test_rows_end_to_end_fill_the_cap_and_no_two_packs_could_be_one(case: tuple[list[int], int], at_least: int) -> None:
+    lengths, cap = case
+    packs = pack(lengths, cap, at_least=at_least)
+    assert sorted(i for one in packs for i in one) == list(range(len(lengths)))
+    assert len(packs) >= min(at_least, len(lengths))
+    sizes = sorted(sum(lengths[i] for i in one) for one in pack(lengths, cap))
+    assert max(sizes, default=0) <= cap
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > cap
+
+
+def test_real_lengths_are_packed_almost_without_waste() -> None:
+    lengths = np.clip(np.random.RandomState(0).lognormal(7.5, 0.9, 4096), 16, 32768).astype(int).tolist()
+    assert sum(lengths) / (32768 * len(pack(lengths, 32768))) >= 0.995
+
+
+@pytest.mark.parametrize("packing", [pack, pack_padded])
+def test_a_row_longer_than_the_cap_is_refused(packing: Packing) -> None:
     with pytest.raises(ValueError, match=r"lengths\[1\] is 9, more than the cap of 8 tokens"):
-        pack([3, 9], 8)
+        packing([3, 9], 8)
+
+
+def test_f15_one_micro_batch_against_four_gives_four_steps_on_both() -> None:
+    # on rank 0 one row of 10 tokens, on rank 1 four, cap 10
+    plan = in_step([[[0]], [[1], [2], [3], [4]]], [10] * 5)
+    assert plan == [[[0], [], [], []], [[1], [2], [3], [4]]]
+
+
+def test_f20_7_turns_on_2_ranks_take_equal_steps_one_of_weight_zero() -> None:
+    plan = schedule([[i] for i in range(7)], [10] * 7, 2, cap=10)
+    assert sorted(sum(bool(rows) for rows in packs) for packs in plan) == [3, 4]
+    assert [len(packs) for packs in plan] == [4, 4]
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4, 5])
+def test_a_pipeline_s_multiple_is_met_with_real_rows_where_there_are_enough(multiple: int) -> None:
+    groups = [[0, 1, 2, 3], [4]]
+    plan = schedule(groups, [5, 5, 5, 5, 30], 2, cap=30, multiple=multiple)
+    assert {len(packs) % multiple for packs in plan} == {0}
+    assert max(sum(bool(rows) for rows in packs) for packs in plan) == min(4, len(plan[0]))
+    assert sorted(row for packs in plan for rows in packs for row in rows) == [0, 1, 2, 3, 4]
+
+
+def test_two_micro_batches_in_one_slot_fail_loudly() -> None:
+    assert in_slots([[1], [2]], 3, rank=0) == [[1], [2], []]
+    with pytest.raises(RuntimeError, match="rank 3: micro-batches 0 and 2 land in the same slot"):
+        in_slots([[1], [2], [5]], 2, rank=3)
+
+
+def test_rows_end_to_end_can_be_scheduled_too() -> None:
+    plan = schedule([[0, 1], [2]], [9, 3, 12], 2, cap=12, packing=pack)
+    assert sorted(sorted(rows) for packs in plan for rows in packs) == [[0, 1], [2]]
 
 
 @given(st.lists(st.integers(0, 4), max_size=12), st.integers(1, 5), st.integers(1, 4), st.data())
