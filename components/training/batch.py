@@ -1,6 +1,7 @@
 """The training batch as the trainer sees it: rows checked once at the edge, and cut into updates by group.
 
-Reads `batch.parquet`; it computes no statistics and moves nothing between ranks.
+Each rank reads its own part of `batch.parquet`; an outline of all rows, told by the ranks to each other, is what the
+updates are planned from. It computes no statistics and moves nothing between ranks: that is `transport`'s matter.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 _COLUMNS = ("group_id", "slot", "prompt_ids", "completion_ids", "loss_mask", "logprobs", "advantages")
+_OPTIONAL = ("row", "reward", "versions")
 _SHOWN = 20
 
 
@@ -55,19 +58,37 @@ class Row:
         return len(self.ids)
 
     @property
+    def tokens(self) -> int:
+        """Completion tokens."""
+        return len(self.mask)
+
+    @property
     def valid(self) -> int:
         """Tokens that the loss is taken over."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True)
+class RowOutline:
+    """What every rank knows of a row that only one of them holds; attributes as `Row`'s."""
+
+    group_id: str
+    slot: int
+    row: int
+    length: int
+    tokens: int
+    valid: int
+    reward: float
+
+
+@dataclass(frozen=True)
 class Batch:
-    """The rows of one batch, in an order that does not depend on the file's.
+    """Rows of one batch, in an order that does not depend on the file's.
 
     Attributes:
         rows: ordered by group, slot, row.
         groups: group id -> indexes of its rows.
-        digest: SHA-256 of the file's bytes.
+        digest: SHA-256 of the file's bytes; empty for any part but the first.
     """
 
     rows: list[Row]
@@ -75,29 +96,68 @@ class Batch:
     digest: str
 
 
-def load(directory: Path, *, version: int, longest: int) -> Batch:
-    """Reads and checks `directory/batch.parquet`.
+@dataclass(frozen=True)
+class Outline:
+    """All rows of one batch in outline; rows and groups as in the `Batch` that would hold them all."""
+
+    rows: list[RowOutline]
+    groups: dict[str, list[int]]
+
+
+def notes(batch: Batch) -> list[Any]:
+    """What a rank tells the others about each group it has read, in JSON's terms, in the order of `batch.groups`."""
+    return [
+        [
+            group,
+            [
+                [row.slot, row.row, row.length, row.tokens, row.valid, row.reward]
+                for row in map(batch.rows.__getitem__, places)
+            ],
+        ]
+        for group, places in batch.groups.items()
+    ]
+
+
+def outline(told: Sequence[Any]) -> Outline:
+    """All rows, from the notes of all ranks.
+
+    Raises:
+        InvalidInput: two ranks have read the same group.
+    """
+    twice = [group for group, n in Counter(group for group, _ in told).items() if n > 1]
+    if twice:
+        raise InvalidInput(
+            f"group {twice[0]!r} was read by two ranks: they do not see the same batch.parquet; the batch directory "
+            "must be on storage that all ranks share"
+        )
+    rows = [RowOutline(group, *row) for group, group_rows in told for row in group_rows]
+    rows.sort(key=_order)
+    return Outline(rows, _grouped(rows))
+
+
+def load(directory: Path, *, version: int, longest: int, part: tuple[int, int] = (0, 1)) -> Batch:
+    """Reads and checks `directory/batch.parquet`, or one part of it.
+
+    A part is a run of whole groups, in the order in which they first appear in the file; only the row groups (Parquet's
+    term) that hold some of them are read.
 
     Args:
         directory: a training batch directory.
         version: the version that is about to be trained; no token may be newer.
         longest: the most tokens a row may have (`training.max_tokens_per_mb`).
+        part: (k, n) for the k-th of n parts, from 0; a part is empty when there are fewer groups than parts.
 
     Raises:
-        InvalidInput: the file cannot be read, or every broken row, one line each (the first 20).
+        InvalidInput: the file cannot be read, or every broken row of this part, one line each (the first 20).
         Stalled: the file has no row.
     """
     path = directory / "batch.parquet"
     try:
-        data = path.read_bytes()
-        table = pq.read_table(pa.BufferReader(data))
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest() if part[0] == 0 else ""
+            table, places = _read(pq.ParquetFile(file), path, part)
     except (OSError, pa.ArrowException) as error:
         raise InvalidInput(f"{path}: cannot read the training batch: {error}") from error
-    absent = [name for name in _COLUMNS if name not in table.column_names]
-    if absent:
-        raise InvalidInput([f"{path}: the column {name} is absent" for name in absent])
-    if table.num_rows == 0:
-        raise Stalled(f"{path}: nothing to train on: 0 rows, at least 1 is needed")
     columns = {name: table.column(name).to_pylist() for name in ("group_id", "slot")}
     columns["row"] = _optional(table, "row", 0)
     columns["reward"] = _optional(table, "reward", float("nan"))
@@ -110,7 +170,7 @@ def load(directory: Path, *, version: int, longest: int) -> Batch:
         fault = _fault(each, version, longest)
         if fault:
             name = f"group {columns['group_id'][index]!r}, slot {columns['slot'][index]}"
-            faults.append(f"{path}: row {index} ({name}): {fault}")
+            faults.append(f"{path}: row {places[index]} ({name}): {fault}")
             continue
         reward = columns["reward"][index]
         rows.append(
@@ -135,11 +195,8 @@ def load(directory: Path, *, version: int, longest: int) -> Batch:
     if faults:
         more = [f"{path}: and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise InvalidInput(faults[:_SHOWN] + more)
-    rows.sort(key=lambda row: (row.group_id, row.slot, row.row))
-    groups: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(row.group_id, []).append(index)
-    return Batch(rows, groups, hashlib.sha256(data).hexdigest())
+    rows.sort(key=_order)
+    return Batch(rows, _grouped(rows), digest)
 
 
 def cut(group_ids: list[str], updates: int, *, seed: int, version: int) -> list[list[str]]:
@@ -160,6 +217,41 @@ def cut(group_ids: list[str], updates: int, *, seed: int, version: int) -> list[
     count = min(updates, len(ordered))
     bounds = [len(ordered) * i // count for i in range(count + 1)] if count else [0]
     return [ordered[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _read(file: pq.ParquetFile, path: Path, part: tuple[int, int]) -> tuple[pa.Table, list[int]]:
+    """The rows of one part, and their places in the file."""
+    names = file.schema_arrow.names
+    absent = [name for name in _COLUMNS if name not in names]
+    if absent:
+        raise InvalidInput([f"{path}: the column {name} is absent" for name in absent])
+    if file.metadata.num_rows == 0:
+        raise Stalled(f"{path}: nothing to train on: 0 rows, at least 1 is needed")
+    groups = file.read(columns=["group_id"]).column(0).to_pylist()
+    distinct = list(dict.fromkeys(groups))
+    number, parts = part
+    mine = set(distinct[len(distinct) * number // parts : len(distinct) * (number + 1) // parts])
+    pieces, places, start = [], [], 0
+    for index in range(file.num_row_groups):
+        rows = file.metadata.row_group(index).num_rows
+        kept = [row for row in range(rows) if groups[start + row] in mine]
+        if kept:
+            piece = file.read_row_group(index, columns=[name for name in (*_COLUMNS, *_OPTIONAL) if name in names])
+            pieces.append(piece if len(kept) == rows else piece.take(kept))
+            places += [start + row for row in kept]
+        start += rows
+    return pa.concat_tables(pieces) if pieces else file.schema_arrow.empty_table(), places
+
+
+def _order(row: Row | RowOutline) -> tuple[str, int, int]:
+    return row.group_id, row.slot, row.row
+
+
+def _grouped(rows: Sequence[Row | RowOutline]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row.group_id, []).append(index)
+    return groups
 
 
 def _hash(seed: int, version: int, group_id: str) -> bytes:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,6 +43,14 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is rank 0, which writes what all have made."""
         return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the job."""
+        import torch.distributed as dist
+
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,8 @@ from muster.config import RunConfig
 from muster.errors import InvalidInput, Stalled
 from muster.layout import RunDirectory
 from muster.training import batch as batches
-from muster.training import checkpoint, engine, files
-from muster.training.batch import Batch
+from muster.training import checkpoint, engine, files, transport
+from muster.training.batch import Batch, Outline, Row
 from muster.training.export import export
 from muster.training.loss import Counts, objective
 from muster.training.microbatch import MicroBatch, build, schedule
@@ -64,16 +64,20 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
     places, clock, settings = RunDirectory(config.run.root), Clock(), config.training
     seed = config.data.seed if config.data else 0
 
-    # 1. Load: the batch, cut into updates and placed on ranks, then the policy and its optimizer.
+    # 1. Load: the batch, read in parts, cut into updates and placed on ranks, then the policy and its optimizer.
     with clock("load"):
-        batch = batches.load(batch_dir, version=version, longest=settings.max_tokens_per_mb)
-        inputs = _inputs(config, batch, places.weights(version))
+        with transport.raised_by_all(ranks.group):
+            part = (ranks.rank, ranks.world_size)
+            batch = batches.load(batch_dir, version=version, longest=settings.max_tokens_per_mb, part=part)
+            inputs = _inputs(config, batch, places.weights(version))
         if ranks.from_first(int(_is_complete(places, version + 1, inputs))):
             log.info("version %d is complete already, from the same batch and settings", version + 1)
             return None
-        updates = plan(batch, config, ranks.world_size, version=version, seed=seed)
+        updates, rows = share(batch, config, ranks, version=version, seed=seed)
+        del batch
         policy = engine.build(config, places.weights(version), ranks)
-        _check_vocabulary(batch, policy, batch_dir)
+        with transport.raised_by_all(ranks.group):
+            _check_vocabulary(rows.values(), policy, batch_dir)
         applied = skipped = 0
         if version > 0:
             state = checkpoint.load(policy, places.checkpoint(version), version)
@@ -85,7 +89,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
     if settings.loss.prox == "recompute":
         with clock("prox"):
             for number, update in enumerate(updates):
-                for slot, micro in enumerate(update.micro_batches(batch, ranks)):
+                for slot, micro in enumerate(update.micro_batches(rows, ranks)):
                     prox[number, slot] = policy.logprobs(micro)
 
     # 3. Update by update: forward and backward over this rank's micro-batches, then one optimizer step by all.
@@ -94,7 +98,7 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
         started = time.perf_counter()
         sums = Sums(ranks.device)
         with clock("forward_backward"):
-            for slot, micro in enumerate(update.micro_batches(batch, ranks)):
+            for slot, micro in enumerate(update.micro_batches(rows, ranks)):
                 loss = objective(micro, prox.get((number, slot), micro.behave), update.counts, settings)
                 sums.add(policy.forward_backward(micro, loss))
         with clock("optimizer"):
@@ -189,10 +193,10 @@ class Update:
     reward: float
     imbalance: float
 
-    def micro_batches(self, batch: Batch, ranks: Ranks) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, as tensors."""
-        for rows in self.placed[ranks.rank]:
-            yield build([batch.rows[row] for row in rows], ranks.device)
+    def micro_batches(self, rows: Mapping[int, Row], ranks: Ranks) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, as tensors, from the rows that it holds."""
+        for chosen in self.placed[ranks.rank]:
+            yield build([rows[row] for row in chosen], ranks.device)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, Any]:
         """Means over the update's valid tokens, from sums over all ranks and micro-batches."""
@@ -216,7 +220,43 @@ class Update:
         return {kind: sums[f"drift_{kind}"] / self.counts.tokens for kind in ("signed", "absolute")}
 
 
-def plan(batch: Batch, config: RunConfig, world_size: int, *, version: int, seed: int) -> list[Update]:
+def share(
+    batch: Batch, config: RunConfig, ranks: Ranks, *, version: int, seed: int
+) -> tuple[list[Update], dict[int, Row]]:
+    """Moves every group from the rank that has read it to the rank that trains on it. Collective.
+
+    Args:
+        batch: the part of the batch that this rank has read.
+        config: the run.
+        ranks: this process among the others.
+        version: what the batch was collected for.
+        seed: `data.seed`.
+
+    Returns:
+        All updates, the same on every rank, and the rows that this rank holds for them, by their number in the plan.
+
+    Raises:
+        InvalidInput: the ranks do not see the same file.
+        Stalled: an update has no valid token.
+    """
+    manifest = transport.announce(
+        [[vars(batch.rows[row]) for row in group] for group in batch.groups.values()],
+        group=ranks.group,
+        costs=[sum(batch.rows[row].length for row in group) for group in batch.groups.values()],
+        notes=batches.notes(batch),
+    )
+    outline = batches.outline(manifest.notes)
+    updates = plan(outline, config, ranks.world_size, version=version, seed=seed)
+    trains = {row: rank for one in updates for rank, mine in enumerate(one.placed) for chosen in mine for row in chosen}
+    parts: list[list[int]] = [[] for _ in range(ranks.world_size)]
+    for number, (name, _) in enumerate(manifest.notes):
+        parts[trains[outline.groups[name][0]]].append(number)
+    numbers = {(row.group_id, row.slot, row.row): number for number, row in enumerate(outline.rows)}
+    held = [Row(**columns) for group in transport.deliver(manifest, parts) for columns in group]
+    return updates, {numbers[row.group_id, row.slot, row.row]: row for row in held}
+
+
+def plan(batch: Batch | Outline, config: RunConfig, world_size: int, *, version: int, seed: int) -> list[Update]:
     """Cuts a batch into updates and places each on the ranks; the same answer on every rank.
 
     Raises:
@@ -237,7 +277,7 @@ def plan(batch: Batch, config: RunConfig, world_size: int, *, version: int, seed
     for number, names in enumerate(cuts):
         groups = [batch.groups[name] for name in names]
         rows = [batch.rows[i] for group in groups for i in group]
-        total, valid = sum(len(row.mask) for row in rows), sum(row.valid for row in rows)
+        total, valid = sum(row.tokens for row in rows), sum(row.valid for row in rows)
         slots: dict[tuple[str, int], list[float]] = defaultdict(list)
         for row in rows:
             slots[row.group_id, row.slot].append(row.reward)
@@ -328,8 +368,8 @@ def _inputs(config: RunConfig, batch: Batch, weights: Path) -> dict[str, str]:
     }
 
 
-def _check_vocabulary(batch: Batch, policy: engine.Engine, batch_dir: Path) -> None:
-    for row in batch.rows:
+def _check_vocabulary(rows: Iterable[Row], policy: engine.Engine, batch_dir: Path) -> None:
+    for row in rows:
         name = f"{batch_dir / 'batch.parquet'}: group {row.group_id!r}, slot {row.slot}"
         if int(row.ids.max()) >= policy.vocabulary:
             raise InvalidInput(f"{name}: has token id {int(row.ids.max())}, the model knows 0..{policy.vocabulary - 1}")
