@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from muster import config as configuration
-from muster.errors import Interrupted, InvalidInput, MusterError, NotBuilt
+from muster.errors import DependencyDied, Interrupted, InvalidInput, MusterError, NotBuilt, storage_died
 from muster.process import terminable
 
 app = typer.Typer(
@@ -219,6 +219,9 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        print(storage_died(error), file=sys.stderr)
+        sys.exit(DependencyDied.exit_code)
     except Exception as error:
         usage = getattr(error, "format_message", None)
         if usage is None:

@@ -6,6 +6,7 @@ Not for defects of our own: those stay ordinary exceptions, end with a traceback
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 
 class MusterError(Exception):
@@ -64,6 +65,18 @@ class DependencyDied(MusterError):
     def __init__(self, what: str, last_words: str = "") -> None:
         self.what, self.last_words = what, last_words.strip()
         super().__init__(f"{what}\n--- its last words ---\n{self.last_words}" if self.last_words else what)
+
+
+def storage_died(error: OSError, path: Path | None = None) -> DependencyDied:
+    """What storage that refused means to a user: mostly a full or unreachable disk.
+
+    Args:
+        error: the operating system's.
+        path: what was being written, where the error does not say.
+    """
+    where = path or error.filename
+    text = error.strerror or " ".join(str(error).split())
+    return DependencyDied(f"{where}: the storage failed: {text}" if where else f"the storage failed: {text}")
 
 
 class Interrupted(MusterError):

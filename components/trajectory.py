@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from muster.errors import DependencyDied, InvalidInput
+from muster.errors import DependencyDied, InvalidInput, storage_died
 from muster.groups import FAILURE_REASONS
 
 SCHEMA = pa.schema(
@@ -212,7 +212,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:
-        raise storage_died(path, error) from error
+        raise storage_died(error, path) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -225,11 +225,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def storage_died(path: Path, error: OSError) -> DependencyDied:
-    """The error for storage that refused a write."""
-    return DependencyDied(f"{path}: cannot write: {' '.join(str(error).split())}")
 
 
 def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, path: Path) -> None:

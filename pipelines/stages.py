@@ -19,7 +19,7 @@ import yaml
 
 from muster import assembly, trajectory
 from muster.config import RunConfig, parse
-from muster.errors import Interrupted, InvalidInput, MusterError, Stalled
+from muster.errors import Interrupted, InvalidInput, MusterError, Stalled, storage_died
 from muster.job import JobSpec, backend, run_job
 from muster.layout import RunDirectory
 from muster.rollout.collect import Collection, collect, load_tokenizer
@@ -73,14 +73,20 @@ def run(stage: str, config_text: str, log_metric: LogMetric = lambda *_: None, *
     try:
         context = Context(parse(config_text, where="run_config"), log_metric)
         STAGES[stage](context, **arguments)
-    except (MusterError, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt):
-            error = Interrupted("interrupted (Ctrl-C)")
+    except (MusterError, KeyboardInterrupt, OSError) as caught:
+        error = _explained(caught)
         if context is not None:
-            context.event("failed", stage=stage, exit_code=error.exit_code, error=str(error))
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                context.event("failed", stage=stage, exit_code=error.exit_code, error=str(error))
         print(f"{stage}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         sys.exit(error.exit_code)
+
+
+def _explained(error: MusterError | KeyboardInterrupt | OSError) -> MusterError:
+    if isinstance(error, MusterError):
+        return error
+    return storage_died(error) if isinstance(error, OSError) else Interrupted("interrupted (Ctrl-C)")
 
 
 def prepare(context: Context, first: int, iterations: int) -> None:

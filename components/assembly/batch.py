@@ -25,7 +25,7 @@ from muster.assembly.advantage import normalize_advantages, trainer_computes
 from muster.assembly.evidence import Slots, Trained, summarize
 from muster.assembly.normalize import Layout, normalize_rewards, shape_rewards
 from muster.config import RunConfig
-from muster.errors import InvalidInput, Stalled
+from muster.errors import InvalidInput, Stalled, storage_died
 from muster.groups import (
     CONTRACT_REMEDIES,
     FAILURE_REASONS,
@@ -35,7 +35,7 @@ from muster.groups import (
     decide,
     settle,
 )
-from muster.trajectory import SCHEMA, SHOWN, RolloutTable, list_lengths, storage_died, stretches, sync, write_parquet
+from muster.trajectory import SCHEMA, SHOWN, RolloutTable, list_lengths, stretches, sync, write_parquet
 
 BATCH, SUMMARY = "batch.parquet", "summary.json"
 
@@ -118,7 +118,7 @@ class TrainingBatch:
             temporary.rename(out)
             sync(out.parent)
         except OSError as error:
-            raise storage_died(out, error) from error
+            raise storage_died(error, out) from error
         finally:
             if old.exists() and not out.exists():
                 old.rename(out)

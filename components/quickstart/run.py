@@ -19,7 +19,7 @@ from muster.quickstart import task
 ITERATIONS = 16
 PROMPTS, HELD_PROMPTS = 4096, 512
 REQUEST_TIMEOUT, DELAY = 2.0, 5.0
-_OWN = {"prompts.jsonl", "held-prompts.jsonl", "model", "model.partial"}
+_MARKER = ".quickstart"
 
 
 def settings(folder: Path, seed: int, failure_rate: float) -> dict[str, Any]:
@@ -98,15 +98,15 @@ def prepare(
     if folder.exists() and not folder.is_dir():
         raise InvalidInput(f"{folder}: is a file; choose another directory")
     run_yaml = folder / "run.yaml"
-    foreign = [] if run_yaml.exists() or not folder.exists() else sorted({p.name for p in folder.iterdir()} - _OWN)
-    if foreign:
-        raise InvalidInput(
-            f"{folder}: is not empty and holds no quickstart run ({foreign[0]}); choose another directory"
-        )
+    marker = folder / _MARKER
+    if folder.exists() and not (marker.exists() or run_yaml.exists()) and any(folder.iterdir()):
+        found = min(entry.name for entry in folder.iterdir())
+        raise InvalidInput(f"{folder}: is not empty and holds no quickstart run ({found}); choose another directory")
     wanted = config.parse(json.dumps(settings(folder, seed, failure_rate)), where="quickstart")
-    folder.mkdir(parents=True, exist_ok=True)
     if run_yaml.exists():
         return wanted  # the pipeline checks that the directory holds this very run
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.write_text("The files beside this one were made by muster quickstart.\n", encoding="utf-8")
     task.write_prompts(folder / "prompts.jsonl", task.prompts(PROMPTS, seed))
     task.write_prompts(folder / "held-prompts.jsonl", task.prompts(HELD_PROMPTS, seed + 1_000_003))
     from muster.quickstart import model  # torch: only here

@@ -48,7 +48,7 @@ class RunProgress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._bar.console.print(text, highlight=False)
+        self._bar.console.print(text, highlight=False, soft_wrap=True)
 
     def doing(self, text: str, share: float | None = None) -> None:
         """What is going on now, and how much of the run is done by it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,29 @@ def test_quickstart_does_not_touch_a_folder_that_is_not_its_own(tmp_path: Path) 
     assert done.returncode == 2
     assert "thesis.tex" in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_quickstart_on_a_full_disk_is_exit_4_and_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a file system of its own, to be filled, needs root")
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "muster-test", str(small)], check=True)
+    try:
+        done = muster("quickstart", "--dir", small / "run")
+        assert done.returncode == 4, done.stderr
+        assert "the storage failed: No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (small / "run" / "run.yaml").exists()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_folder_that_holds_a_model_is_not_taken_for_quickstarts_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_text("precious", encoding="utf-8")
+    assert muster("quickstart", "--dir", tmp_path).returncode == 2
+    assert (tmp_path / "model" / "model.safetensors").read_text(encoding="utf-8") == "precious"
 
 
 def test_submitting_to_a_cluster_says_everything_that_cannot_work_there(
