@@ -234,6 +234,29 @@ def test_a_contract_error_stops_the_run_and_names_the_remedy(
         run(make_config(rollout=on(scripted)), tmp_path / "out", workflow=WrongLengths())
 
 
+class TwoRewards:
+    """Rows of one slot with different rewards and no rollout_reward: no group statistic can be taken (rule 12)."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def run(self, slot: Slot) -> list[Row]:
+        self.calls += 1
+        return [Row((3,), (4, 1), (True, True), (-0.1, -0.2), (3, 3), reward) for reward in (0.0, 1.0)]
+
+
+def test_rows_that_no_rule_can_interpret_stop_the_run_at_once_and_are_not_retried(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    workflow = TwoRewards()
+    config = make_config(rollout=on(scripted))
+    with pytest.raises(InvalidInput, match="set the same finite rollout_reward on every row") as caught:
+        run(config, tmp_path / "out", workflow=workflow)
+    assert caught.value.exit_code == 2
+    assert workflow.calls <= 4 * 4  # one batch's worth, never a second round
+    assert not (tmp_path / "out").exists()
+
+
 class Straggler:
     async def run(self, slot: Slot) -> list[Row]:
         import asyncio
