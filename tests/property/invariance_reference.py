@@ -36,14 +36,24 @@ def tiny_model(dtype: torch.dtype) -> Any:
     return transformers.Qwen3ForCausalLM(config).float().to(dtype).eval()
 
 
-def make_case(seed: int) -> dict[str, Any]:
-    """Ragged groups with failed slots and masks, and the settings to train them with."""
+def make_case(seed: int, holding: list[int] | None = None) -> dict[str, Any]:
+    """Ragged groups with failed slots and masks, and the settings to train them with.
+
+    `holding`, if given, is how many groups each rank brings; there are so many in all.
+    """
     random = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     wanted = int(random.integers(1, 10))
     while not rows:
         for group in range(wanted):
             rows += _group(random, f"g{group}")
+    if holding is not None:
+        rows = []
+        for group in range(sum(holding)):
+            found: list[dict[str, Any]] = []
+            while not found:
+                found = _group(random, f"g{group}")
+            rows += found
     updates = int(random.integers(1, 3))
     for one in cut(sorted({row["group_id"] for row in rows}), updates, seed):
         mine = [row for row in rows if row["group_id"] in one]
@@ -61,6 +71,8 @@ def make_case(seed: int) -> dict[str, Any]:
         "chunk": int(random.choice([4, 512])),
         "row_group_size": int(random.integers(1, 12)),
         "any_placement": bool(random.random() < 0.5),
+        "any_holding": bool(random.random() < 0.5),
+        "holding": holding,
         "seed": seed,
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import subprocess
 import sys
 import tempfile
@@ -52,15 +53,18 @@ class Some(Ranks):
 GROUPS: dict[int, dist.ProcessGroup] = {}
 
 
-def run_cases(seeds: list[int], worlds: list[int], mutation: str = "") -> list[dict[str, Any]]:
+def run_cases(
+    seeds: list[int], worlds: list[int], mutation: str = "", holding: list[int] | None = None
+) -> list[dict[str, Any]]:
     """Every case on every world size; per update, errors, the gradient's norm, and the tokens this rank trained on."""
+    logging.disable(logging.WARNING)  # there are cases with fewer groups than updates
     for world in range(1, RANKS + 1):
         GROUPS[world] = dist.new_group(list(range(world)))
     models = {dtype: reference.tiny_model(dtype) for dtype in (torch.float64, torch.float32)}
     alone = reference.tiny_model(torch.float64)
     found = []
     for seed in seeds:
-        case = reference.make_case(seed)
+        case = reference.make_case(seed, holding)
         wanted: list[torch.Tensor] | None = None
         for world in worlds:
             if dist.get_rank() >= world:
@@ -94,8 +98,7 @@ def update_gradients(
         pq.write_table(
             pa.Table.from_pylist(case["rows"]), Path(folder) / "batch.parquet", row_group_size=case["row_group_size"]
         )
-        part = (ranks.rank, ranks.world_size)
-        read = batches.load(Path(folder), version=0, longest=case["cap"], part=part)
+        read = held(case, Path(folder), ranks)
     balanced = microbatch.partition
     if case["any_placement"]:
         places = np.random.default_rng(case["seed"])
@@ -130,6 +133,27 @@ def update_gradients(
     return results
 
 
+def held(case: dict[str, Any], folder: Path, ranks: Ranks) -> batches.Batch:
+    """The groups that a rank brings: its part of the file, or any; maybe none."""
+    if case["holding"] is None and not case["any_holding"]:
+        return batches.load(folder, version=0, longest=case["cap"], part=(ranks.rank, ranks.world_size))
+    whole = batches.load(folder, version=0, longest=case["cap"])
+    if case["holding"] is not None:
+        holders = np.repeat(np.arange(ranks.world_size), case["holding"])
+    else:
+        holders = np.random.default_rng(case["seed"]).integers(0, ranks.world_size, len(whole.groups))
+    rows = [
+        whole.rows[row]
+        for places, holder in zip(whole.groups.values(), holders, strict=True)
+        if holder == ranks.rank
+        for row in places
+    ]
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row.group_id, []).append(index)
+    return batches.Batch(rows, groups, whole.digest)
+
+
 def settings(case: dict[str, Any]) -> RunConfig:
     training = {
         "updates_per_batch": case["updates"],
@@ -150,7 +174,7 @@ def anyhow(random: np.random.Generator, n: int, k: int) -> list[list[int]]:
 # --- What must hold
 
 
-def check(results: list[list[dict[str, Any]]]) -> dict[str, float]:
+def check(results: list[list[dict[str, Any]]], holding: list[int] | None = None) -> dict[str, float]:
     """Errors, and that every token of every survivor was trained on by exactly one rank; the largest errors."""
     worst = {"error64": 0.0, "error32": 0.0}
     by_update: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
@@ -158,7 +182,7 @@ def check(results: list[list[dict[str, Any]]]) -> dict[str, float]:
         by_update.setdefault((one["seed"], one["world"], one["update"]), []).append(one)
     for (seed, world, number), ranks in by_update.items():
         name = f"case {seed} on {world} ranks, update {number}"
-        rows = reference.survivors(reference.make_case(seed))
+        rows = reference.survivors(reference.make_case(seed, holding))
         assert len(ranks) == world, name
         assert ranks[0]["updates"] == len(rows), name
         sets = [set(one["tokens"]) for one in ranks]
@@ -196,6 +220,12 @@ def test_forty_cases_give_one_and_the_same_update_on_1_to_4_ranks(ranks: Forked)
 @pytest.mark.full
 def test_two_thousand_cases_give_one_and_the_same_update_on_1_to_4_ranks(ranks: Forked) -> None:
     check(ranks.results(run_cases, RANKS, seeds=list(range(40, 2040)), worlds=[4, 3, 2, 1], limit=2900, timeout=120))
+
+
+@pytest.mark.parametrize("holding", [[2, 1], [0, 1], [0, 5, 0, 1], [7, 0]], ids=lambda one: "-".join(map(str, one)))
+def test_ranks_that_bring_different_numbers_of_groups_make_the_same_update(ranks: Forked, holding: list[int]) -> None:
+    world = len(holding)
+    check(ranks.results(run_cases, RANKS, seeds=[1, 2], worlds=[world], holding=holding, limit=60), holding)
 
 
 def test_a_denominator_that_is_not_global_is_found_out(ranks: Forked) -> None:
