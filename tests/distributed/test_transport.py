@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,28 @@ def failing(what: str) -> list[str]:
     return ["nothing", "", "", ""]
 
 
+def soak(rounds: int) -> dict[str, Any]:
+    """Random holdings and costs, again and again; faults found, and how much memory each third of the rounds added."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    random = np.random.default_rng(0)  # the same on every rank
+    true = [digest(made(number)) for number in range(30)]
+    faults, memory = 0, []
+    for number in range(rounds):
+        groups = random.choice(30, int(random.integers(1, 30)), replace=False).tolist()
+        holders = random.integers(0, ranks, len(groups)) if number % 3 else np.zeros(len(groups), dtype=int)
+        costs = random.integers(0, 50, len(groups)).tolist()
+        order = np.argsort(holders, kind="stable")
+        mine = [i for i in order if holders[i] == rank]
+        held = transport.redistribute(
+            [made(groups[i]) for i in mine], group=dist.group.WORLD, costs=[costs[i] for i in mine]
+        )
+        part = partition([costs[i] for i in order], ranks)[rank]
+        faults += [digest(group) for group in held] != [true[groups[order[i]]] for i in part]
+        if number % (rounds // 3) == rounds // 3 - 1:
+            memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    return {"faults": faults, "grown": memory[-1] - memory[0]}
+
+
 def broken(error: Exception) -> Any:
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -331,6 +354,14 @@ def test_a_rank_killed_inside_a_collective_ends_all_others_in_time(ranks: Forked
             assert one.code == 1
             assert "RuntimeError" in one.error or "DistBackendError" in one.error or "DistNetworkError" in one.error
             assert one.seconds < 5 + 3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_thousand_rounds_lose_nothing_and_grow_nothing(ranks: Forked) -> None:
+    for one in ranks.results(soak, 4, rounds=999, limit=500):
+        assert one["faults"] == 0
+        assert one["grown"] < 8e6
 
 
 @pytest.mark.full
