@@ -138,39 +138,36 @@ def _improve(parts: list[list[int]], costs: Sequence[float], least: int, most: i
             loads[part] = math.fsum(values[part])
 
 
-def _exchange(
-    heavy: Values, light: Values, gap: float, least: int, most: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _exchange(heavy: Values, light: Values, gap: float, least: int, most: int) -> tuple[list[int], list[int]] | None:
     """What the heavy part gives for what it takes, as positions, so that about half the gap moves over.
 
     None if no exchange makes the heavier of the two lighter.
     """
-    gives, takes = _choices(heavy, none=False), _choices(light, none=True)
-    shift = gives[0][:, None] - takes[0][None, :]
-    far = np.abs(shift - gap / 2)
-    grown = gives[1][:, None] - takes[1][None, :]  # items that the light part gains
-    far[(grown > most - len(light)) | (-grown > most - len(heavy))] = np.inf
-    far[(grown > len(heavy) - least) | (-grown > len(light) - least)] = np.inf
-    best = int(far.argmin())
-    if not far.flat[best] < gap / 2 * (1 - 1e-12):
-        return None
-    return gives[2][best // len(takes[0])], takes[2][best % len(takes[0])]
+    best, exchange = gap / 2 * (1 - 1e-12), None
+    nothing = (np.zeros(1), np.zeros((1, 0), dtype=np.int64))
+    takings = [(costs, chosen, np.argsort(costs, kind="stable")) for costs, chosen in (nothing, *_choices(light))]
+    for gives, given in _choices(heavy):
+        for takes, taken, order in takings:
+            grown = given.shape[1] - taken.shape[1]  # items that the light part gains
+            if not max(least - len(light), len(heavy) - most) <= grown <= min(most - len(light), len(heavy) - least):
+                continue
+            ascending = takes[order]
+            above = np.searchsorted(ascending, gives - gap / 2)
+            for nearest in (np.minimum(above, len(takes) - 1), np.maximum(above - 1, 0)):
+                far = np.abs(gives - ascending[nearest] - gap / 2)
+                i = int(far.argmin())
+                if far[i] < best:
+                    best, exchange = float(far[i]), (given[i].tolist(), taken[order[nearest[i]]].tolist())
+    return exchange
 
 
-def _choices(values: Values, *, none: bool) -> tuple[Values, npt.NDArray[np.int64], list[tuple[int, ...]]]:
-    """Cost, size and positions of what a part may put into an exchange: nothing, one item, or two of a small part."""
-    n = len(values)
-    costs, chosen = [values], [(i,) for i in range(n)]
-    sizes = [np.ones(n, dtype=np.int64)]
-    positions: list[tuple[int, ...]] = list(chosen)
-    if none:
-        costs, sizes, positions = [np.zeros(1), *costs], [np.zeros(1, dtype=np.int64), *sizes], [(), *positions]
-    if n <= _PAIRS_UP_TO:
-        first, second = np.triu_indices(n, 1)
-        costs.append(values[first] + values[second])
-        sizes.append(np.full(len(first), 2))
-        positions += zip(first.tolist(), second.tolist(), strict=True)
-    return np.concatenate(costs), np.concatenate(sizes), positions
+def _choices(values: Values) -> list[tuple[Values, npt.NDArray[np.int64]]]:
+    """What a part may put into an exchange, as costs and positions: any one item, any two of a small part."""
+    choices = [(values, np.arange(len(values))[:, None])]
+    if 2 <= len(values) <= _PAIRS_UP_TO:
+        pairs = np.stack(np.triu_indices(len(values), 1), axis=1)
+        choices.append((values[pairs].sum(axis=1), pairs))
+    return choices
 
 
 def _best_fit(costs: Sequence[float], k: int, cap: float, least: int, most: int) -> list[list[int]]:
