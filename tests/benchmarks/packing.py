@@ -6,12 +6,12 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from muster.training.microbatch import pack
 from tests.benchmarks.partition import lengths
 
-ROWS, CAP = 4096, 32_768
+ROWS, CAP, TRIES = 4096, 32_768, 5
 
 
 def first_fit_decreasing(rows: Sequence[int], cap: int) -> list[list[int]]:
@@ -36,21 +36,29 @@ def utilisation(rows: Sequence[int], packs: Sequence[Sequence[int]]) -> float:
     return sum(rows) / (len(packs) * CAP)
 
 
+def _timed(
+    method: Callable[[Sequence[int], int], list[list[int]]], rows: Sequence[int]
+) -> tuple[list[list[int]], float]:
+    """The packs, and the best time of several tries in milliseconds."""
+    best = float("inf")
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        packs = method(rows, CAP)
+        best = min(best, 1000 * (time.perf_counter() - began))
+    return packs, best
+
+
 def main() -> None:
     """Both, on the same rows."""
     start = time.perf_counter()
     rows = lengths(ROWS)
-    began = time.perf_counter()
-    ours = pack(rows, CAP)
-    taken = time.perf_counter() - began
-    began = time.perf_counter()
-    theirs = first_fit_decreasing(rows, CAP)
+    (ours, milliseconds), (theirs, ffd_milliseconds) = (_timed(method, rows) for method in (pack, first_fit_decreasing))
     result = {
         "utilisation": utilisation(rows, ours),
-        "milliseconds": 1000 * taken,
+        "milliseconds": milliseconds,
         "packs": len(ours),
         "ffd_utilisation": utilisation(rows, theirs),
-        "ffd_milliseconds": 1000 * (time.perf_counter() - began),
+        "ffd_milliseconds": ffd_milliseconds,
         "ffd_packs": len(theirs),
         "fewest_possible_packs": -(-sum(rows) // CAP),
         "machine": {

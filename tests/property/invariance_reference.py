@@ -59,6 +59,11 @@ def make_case(seed: int, holding: list[int] | None = None) -> dict[str, Any]:
         mine = [row for row in rows if row["group_id"] in one]
         if not any(any(row["loss_mask"]) for row in mine):
             mine[0]["loss_mask"][-1] = True  # an update without a token is another test's matter
+        # one token that no clip can silence, so that there is a gradient: its ratio is below 1, its advantage positive
+        row = next(row for row in mine if any(row["loss_mask"]))
+        row["logprobs"][row["loss_mask"].index(True)] = float(np.float32(-0.01 * random.random()))
+        row["advantages"] = [abs(advantage) for advantage in row["advantages"]]
+    _tell_apart(rows)
     order = random.permutation(len(rows))
     longest = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
     return {
@@ -96,13 +101,23 @@ def _group(random: np.random.Generator, name: str) -> list[dict[str, Any]]:
                     "prompt_ids": prompt,
                     "completion_ids": random.integers(0, VOCABULARY, tokens).tolist(),
                     "loss_mask": (random.random(tokens) < keep).tolist(),
-                    # distinct for every token: what was trained on is known by them
                     "logprobs": (-3 + 0.3 * random.standard_normal(tokens)).astype(np.float32).tolist(),
                     "advantages": [float(np.float32(random.standard_normal()))] * tokens,
                     "reward": float(random.random()),
                 }
             )
     return rows
+
+
+def _tell_apart(rows: list[dict[str, Any]]) -> None:
+    """Makes every token's log-prob its own: what was trained on is known by them."""
+    seen: set[float] = set()
+    for row in rows:
+        for i, logprob in enumerate(row["logprobs"]):
+            while logprob in seen:
+                logprob = float(np.nextafter(np.float32(logprob), np.float32(-100)))
+            seen.add(logprob)
+            row["logprobs"][i] = logprob
 
 
 def cut(groups: list[str], updates: int, seed: int, version: int = 0) -> list[list[str]]:
