@@ -130,8 +130,8 @@ def announce(
     except Exception as error:
         failure = error
     rank, told = lines.collect(_join([_describe(failure), payload]))
-    parts = [[_cut(one) for one in rank_s] for rank_s in told]
-    _raise_any([one[0] for rank_s in parts for one in rank_s], failure)
+    parts = [[_cut(one) for one in of_rank] for of_rank in told]
+    _raise_any([one[0] for of_rank in parts for one in of_rank], failure)
     all_costs: list[float] = []
     owners: list[int] = []
     all_notes: list[Any] = []
@@ -213,7 +213,7 @@ def raised_by_all(group: dist.ProcessGroup, model_group: dist.ProcessGroup | Non
     except Exception as error:
         failure = error
     _, told = _Lines(group, model_group).collect(_describe(failure))
-    _raise_any([one for rank_s in told for one in rank_s], failure)
+    _raise_any([one for of_rank in told for one in of_rank], failure)
 
 
 # --- Failures as bytes
