@@ -200,7 +200,7 @@ def check(results: list[list[dict[str, Any]]], holding: list[int] | None = None)
         compared = [one for one in ranks if "norm" in one]
         assert compared, name
         for one in compared:
-            assert one["norm"] > 1e-4, f"{name}: no gradient to compare"
+            assert one["norm"] > 1e-8, f"{name}: no gradient to compare"  # one sure token has a small one
             assert one["error64"] <= 1e-10, f"{name}: float64 differs by {one['error64']:.3g}"
             assert one["error32"] <= 1e-5, f"{name}: float32 differs by {one['error32']:.3g}"
             worst = {kind: max(worst[kind], one[kind]) for kind in worst}
