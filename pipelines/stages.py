@@ -353,13 +353,19 @@ def _train_job(context: Context, name: str, arguments: tuple[str, ...]) -> None:
         timeout=job.timeout,
     )
     place = backend(config)
+    outcome = "failed"
     try:
         run_job(place, spec, lambda event: context.metrics.job_pending.set(event.pending_seconds))
-    except MusterError as error:
-        outcome = "interrupted" if error.exit_code == Interrupted.exit_code else "failed"
-        context.metrics.job_terminations.labels(place.name, outcome).inc()
+        outcome = "done"
+    except (MusterError, KeyboardInterrupt) as error:
+        if _explained(error).exit_code == Interrupted.exit_code:
+            outcome = "interrupted"
         raise
-    context.metrics.job_terminations.labels(place.name, "done").inc()
+    finally:
+        # The job has left counters of its own meanwhile: go on from those.
+        context.metrics = Metrics(context.run_id, load_snapshot(context.files.root))
+        context.metrics.job_terminations.labels(place.name, outcome).inc()
+        context.metrics.save_snapshot(context.files.root)
 
 
 def _log_collection(context: Context, counts: dict[str, Any]) -> None:

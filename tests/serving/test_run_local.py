@@ -98,6 +98,8 @@ def test_iterations_train_on_two_ranks_and_a_second_run_repeats_nothing(
         slots = sum(value for key, value in metrics.items() if key.startswith("muster_rollout_slots_total"))
         assert slots == result["slots_target"]
         assert metrics['muster_training_steps_total{"outcome": "applied"}'] == 6
+        ended = metrics['muster_job_terminations_total{"backend": "local", "outcome": "done"}']
+        assert ended == 1 + 3  # version 0, and one an iteration
 
         run_local("grpo", config, iterations=3)
         again, kinds = finished(root)
