@@ -11,8 +11,9 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Collection:
         slots: slots of all attempted groups.
         usable: slots that carry a trajectory and a finite reward.
         failures: failed slots by reason.
+        ages: usable slots by the age of their oldest valid token, in versions; slots without valid tokens have none.
         reward_sum: over usable slots.
         tokens: completion tokens of usable slots.
         rounds: attempts to fill the batch.
@@ -68,6 +70,7 @@ class Collection:
     slots: int = 0
     usable: int = 0
     failures: Counter[str] = field(default_factory=Counter)
+    ages: Counter[int] = field(default_factory=Counter)
     reward_sum: float = 0.0
     tokens: int = 0
     rounds: int = 0
@@ -79,16 +82,24 @@ class Collection:
         """Mean reward over usable slots."""
         return self.reward_sum / self.usable if self.usable else None
 
-    def add(self, slots: Sequence[SlotResult], config: RunConfig) -> str:
-        """Counts one finished group and returns its outcome."""
+    def add(self, slots: Sequence[SlotResult], config: RunConfig, oldest: Sequence[int | None] | None = None) -> str:
+        """Counts one finished group and returns its outcome.
+
+        Args:
+            slots: its slots.
+            config: `group` and `estimator` are used.
+            oldest: for each slot, the smallest version of its valid tokens, if it has any.
+        """
         verdict = judge(slots, config)
         self.groups[verdict.outcome] += 1
         self.trainable += verdict.trained
         self.slots += config.group.n_samples
         self.usable += verdict.usable
         self.failures.update(verdict.failed)
-        for slot, failure in zip(slots, verdict.failures, strict=True):
+        for slot, first, failure in zip(slots, oldest or [None] * len(slots), verdict.failures, strict=True):
             if failure is None:
+                if first is not None:
+                    self.ages[self.version - first] += 1
                 told = slot.rollout_reward
                 self.reward_sum += sum(slot.rewards) / len(slot.rewards) if told is None else told
                 self.tokens += sum(slot.lengths)
@@ -173,6 +184,10 @@ def collect(
     with trajectory.atomic_file(partial.folder / COUNTS_NAME) as temporary:
         temporary.write_text(json.dumps(state.as_json(), indent=1), encoding="utf-8")
     partial.folder.rename(out)
+    # Here the batch is cut: not before, or an attempt that is resumed would be counted again.
+    for age, count in state.ages.items():
+        for _ in range(count):
+            metrics.staleness.observe(age)
     return state
 
 
@@ -223,7 +238,9 @@ class Partial:
         for row in pa.concat_tables(tables).to_pylist() if tables else []:
             groups.setdefault(row["group_id"], {}).setdefault(row["slot"], []).append(row)
         for slots in groups.values():
-            state.add([_result(slots[index]) for index in sorted(slots)], config)
+            ended = [slots[index] for index in sorted(slots)]
+            oldest = [_oldest((row["versions"], row["loss_mask"]) for row in rows) for rows in ended]
+            state.add([_result(rows) for rows in ended], config, oldest)
         state.resumed_groups = len(groups)
         if groups:
             log.info("%s: %d finished groups of an earlier attempt are used", self.folder, len(groups))
@@ -311,7 +328,8 @@ class _Collector:
 
     async def _group(self, prompt: Prompt, slots: Sequence[Slot], limit: asyncio.Semaphore) -> None:
         group = await run_group(self.workflow, slots, limit, self.rollout.slot_timeout)
-        outcome = self.state.add([slot.result() for slot in group.slots], self.config)
+        oldest = [_oldest((row.versions, row.loss_mask) for row in slot.rows) for slot in group.slots]
+        outcome = self.state.add([slot.result() for slot in group.slots], self.config, oldest)
         self.partial.add(group)
         if outcome == "empty":
             self.attempts[prompt.index] += 1
@@ -369,3 +387,8 @@ def _result(rows: Sequence[dict[str, Any]]) -> SlotResult:
         lengths=[len(row["completion_ids"]) for row in sampled],
         rollout_reward=rows[0]["rollout_reward"],
     )
+
+
+def _oldest(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> int | None:
+    """The smallest version of a slot's valid tokens, from the versions and the loss mask of each row."""
+    return min((version for versions, mask in rows for version in compress(versions, mask)), default=None)

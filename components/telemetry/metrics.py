@@ -69,7 +69,7 @@ class Metrics:
         )
         self.staleness = Histogram(
             "muster_rollout_staleness_versions",
-            "Age of a sample at batch cut.",
+            "Age of a usable slot at batch cut: the trainer's version minus the smallest of its valid tokens.",
             buckets=(0, 1, 2, 4, 8, 16),
             registry=own,
         )

@@ -21,7 +21,7 @@ from muster.rollout.client import SlotFailure
 from muster.rollout.collect import Collection, collect
 from muster.rollout.prompts import order
 from muster.rollout.workflow import ContractError, Row, Slot
-from muster.telemetry.metrics import Metrics
+from muster.telemetry.metrics import Metrics, load_snapshot
 from tests.unit.conftest import DROP, MakeConfig, ScriptedServer, good
 
 
@@ -368,3 +368,62 @@ def test_a_missing_and_a_broken_prompt_file_are_explained(make_config: MakeConfi
     empty.write_text("\n", encoding="utf-8")
     with pytest.raises(InvalidInput, match="no prompts in it"):
         run(make_config(data={"prompts": str(empty)}), tmp_path / "out")
+
+
+def ages(metrics: Metrics) -> dict[str, float]:
+    """Observed ages: how many, their sum, and how many up to each bound."""
+    return {
+        sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name.startswith("muster_rollout_staleness_versions")
+    }
+
+
+def test_the_age_of_every_usable_slot_is_observed_once_when_the_batch_is_cut(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop_after_two(state: Collection) -> None:
+        if sum(state.groups.values()) == 2:
+            raise Stop
+
+    scripted.behave = lambda _body, n: 500 if n % 4 == 0 else good([3, 4, 1])
+    config = make_config(rollout=on(scripted, max_concurrent=4))
+    first = Metrics("test")
+    with pytest.raises(Stop):
+        run(config, tmp_path / "out", first, on_group=stop_after_two)
+    assert ages(first)["count"] == 0  # nothing has been cut
+    first.save_snapshot(tmp_path)
+    second = Metrics("test", load_snapshot(tmp_path))
+    state = run(config, tmp_path / "out", second)
+    assert state.resumed_groups == 2
+    usable = [row for row in trajectory.read(tmp_path / "out").table.to_pylist() if row["status"] == "usable"]
+    assert state.usable == len(usable) < state.slots
+    found = ages(second)
+    assert (found["count"], found["sum"]) == (len(usable), 0)  # sampled from the version that is trained
+
+
+class OlderRows:
+    """Slots whose rows begin under older weights; the last one fails."""
+
+    async def run(self, slot: Slot) -> list[Row]:
+        if slot.index == 3:
+            raise SlotFailure("aborted", "asked for")
+        versions = [((3, 3), (3, 3)), ((3, 3), (2, 3)), ((0, 1), (3, 3))][slot.index]
+        mask = (slot.index < 2, True)  # what the last slot sampled under version 0 is no valid token
+        return [Row((3,), (4, 1), mask, (-0.1, -0.2), told, 1.0) for told in versions]
+
+
+def test_the_age_of_a_slot_is_that_of_the_oldest_valid_token_of_all_its_rows(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    metrics = Metrics("test")
+    config = make_config(rollout=on(scripted, max_staleness=4), data={"groups_per_batch": 5})
+    state = run(config, tmp_path / "out", metrics, workflow=OlderRows())
+    assert state.ages == {0: 5, 1: 5, 2: 5}
+    found = ages(metrics)
+    assert (found["count"], found["sum"]) == (15, 15)
+    assert (found["0.0"], found["1.0"], found["2.0"]) == (5, 10, 15)
