@@ -268,10 +268,25 @@ class Lora(Section):
 
 
 class Checkpoint(Section):
-    """How often a resumable state is written, and how many are kept."""
+    """How often a resumable state is written, and how many are kept.
+
+    `every` is for streaming: the stepwise pipeline writes one each iteration, which the next job continues from. Its
+    default is accepted, since resolved configurations have it written out.
+    """
 
     every: Count = 10
     keep: Count = 2
+
+    @field_validator("every")
+    @classmethod
+    def _streaming_only(cls, value: int) -> int:
+        default = cls.model_fields["every"].default
+        if value != default:
+            raise ValueError(
+                f"{value} is not built yet: the stepwise pipeline writes a checkpoint each iteration, and streaming, "
+                f"which would write one every {value} batches, is not there; leave it out"
+            )
+        return value
 
 
 class Training(Section):

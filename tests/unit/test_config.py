@@ -78,3 +78,18 @@ def test_absent_sections_are_named_when_needed() -> None:
     with pytest.raises(InvalidInput) as caught:
         parse("algorithm: grpo").require("model", "data")
     assert len(caught.value.faults) == 2
+
+
+def test_checkpoints_at_another_interval_are_not_built_and_say_so_beside_other_faults() -> None:
+    found = faults("training: {checkpoint: {every: 5}, n_mbs: 0}")
+    assert len(found) == 2
+    [line] = [f for f in found if "training.checkpoint.every: 5 is not built yet" in f]
+    assert "writes a checkpoint each iteration" in line
+    assert "leave it out" in line
+    assert any("greater than or equal to 1" in f for f in faults("training: {checkpoint: {every: 0}}"))
+
+
+def test_a_resolved_configuration_with_the_default_interval_is_accepted() -> None:
+    config = parse("training: {checkpoint: {keep: 3}}")
+    assert "every: 10" in config.dump()
+    assert parse(config.dump()) == config
