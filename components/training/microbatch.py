@@ -6,6 +6,7 @@ The schedule is computed from lengths alone, identically on every rank. Which gr
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from muster.training.partition import partition
 
 
 class Packing(Protocol):
-    """How the rows of one rank become micro-batches: `pack` or `pack_padded`."""
+    """How the rows of one rank become micro-batches: `pack`, or `pack_padded` for a model whose rows are padded."""
 
     def __call__(self, lengths: Sequence[int], cap: int, *, at_least: int = 1) -> list[list[int]]:
         """Lists of row indexes."""
@@ -28,29 +29,37 @@ class Packing(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that run through the model together, padded on the right, and their loss tokens laid end to end.
+    """Rows that run through the model together, and their loss tokens laid end to end.
 
-    Padding needs no mask: attention is causal and every pad comes after every real token.
+    The rows are laid end to end too, or padded on the right: that needs no mask, as attention is causal and every pad
+    comes after every real token. A single row is the same either way.
 
     Attributes:
-        input_ids: `[rows, longest]` int64.
-        positions: `[tokens]` int64, index into the flattened `[rows * longest]` of the token before each loss token.
+        input_ids: `[1, total]` int64, rows end to end; padded, `[rows, longest]`.
+        position_ids: `[1, total]` int64, each token's place in its row; padded, `[1, longest]`.
+        lengths: tokens of each row, in the order of `input_ids`.
+        positions: `[tokens]` int64, index into the flattened `input_ids` of the token before each loss token.
         labels: `[tokens]` int64, the loss tokens.
         valid: `[tokens]` bool; false only for the stand-in token of a micro-batch without loss tokens.
         sequence: `[tokens]` int64, the row of each token.
         behave: `[tokens]` float32, log-probs under the policy that sampled them.
         advantages: `[tokens]` float32.
-        rows: how many rows.
     """
 
     input_ids: Tensor
+    position_ids: Tensor
+    lengths: tuple[int, ...]
     positions: Tensor
     labels: Tensor
     valid: Tensor
     sequence: Tensor
     behave: Tensor
     advantages: Tensor
-    rows: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows, the stand-in included."""
+        return len(self.lengths)
 
 
 def pack(lengths: Sequence[int], cap: int, *, at_least: int = 1) -> list[list[int]]:
@@ -116,7 +125,8 @@ def schedule(
     cap: int,
     n_mbs: int = 1,
     multiple: int = 1,
-    packing: Packing = pack_padded,
+    packing: Packing = pack,
+    costs: Sequence[float] | None = None,
 ) -> list[list[list[int]]]:
     """Places the groups of one update on ranks and packs each rank's rows, equally many micro-batches on every rank.
 
@@ -127,8 +137,8 @@ def schedule(
         cap: `training.max_tokens_per_mb`.
         n_mbs: fewest micro-batches, as far as the rank that needs most has rows for them.
         multiple: the number of micro-batches is a multiple of this (a pipeline schedule's need).
-        packing: how a rank's rows become micro-batches: `pack_padded`, or `pack` for a model that takes rows end to
-            end.
+        packing: how a rank's rows become micro-batches.
+        costs: what each row of the batch costs, for balance between ranks; its tokens unless told.
 
     Returns:
         `[rank][micro-batch]` lists of row indexes; an empty list is a zero-weight micro-batch.
@@ -137,7 +147,8 @@ def schedule(
         ValueError: a row is longer than `cap`.
         RuntimeError: a row landed in no micro-batch or in two (a defect of ours).
     """
-    parts = partition([sum(lengths[row] for row in group) for group in groups], world_size)
+    weights = lengths if costs is None else costs
+    parts = partition([sum(weights[row] for row in group) for group in groups], world_size)
     placed = []
     for part in parts:
         mine = [row for group in part for row in groups[group]]
@@ -209,39 +220,53 @@ def _size(rows: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[row] for row in rows)
 
 
-def build(rows: Sequence[Row], device: torch.device | None = None) -> MicroBatch:
-    """Makes the tensors of one micro-batch; without rows, or without loss tokens, a stand-in of weight zero."""
-    if not rows:
-        ids = np.zeros((1, 2), dtype=np.int64)
-        positions = labels = sequence = np.zeros(0, dtype=np.int64)
-        behave = advantages = np.zeros(0, dtype=np.float32)
-    else:
-        longest = max(row.length for row in rows)
-        ids = np.zeros((len(rows), longest), dtype=np.int64)
+def build(rows: Sequence[Row], device: torch.device | None = None, *, padded: bool = False) -> MicroBatch:
+    """Makes the tensors of one micro-batch; without rows, or without loss tokens, a stand-in of weight zero.
+
+    Args:
+        rows: may be empty.
+        device: where the tensors go.
+        padded: rows in a rectangle instead of end to end.
+    """
+    rows = sorted(rows, key=lambda row: -row.length)  # rows of one length side by side: attention takes them at once
+    lengths = tuple(row.length for row in rows) or (2,)
+    if padded:
+        ids = np.zeros((len(lengths), lengths[0]), dtype=np.int64)
         for i, row in enumerate(rows):
             ids[i, : row.length] = row.ids
-        inside = [np.flatnonzero(row.mask) + row.prompt_length for row in rows]
-        positions = np.concatenate([where - 1 + i * longest for i, where in enumerate(inside)])
-        labels = np.concatenate([row.ids[where] for row, where in zip(rows, inside, strict=True)])
-        sequence = np.concatenate([np.full(len(where), i) for i, where in enumerate(inside)])
-        behave = np.concatenate([row.logprobs[row.mask] for row in rows])
-        advantages = np.concatenate([row.advantages[row.mask] for row in rows])
-    valid = np.ones(len(positions), dtype=np.bool_)
-    if len(positions) == 0:
+        starts = [i * lengths[0] for i in range(len(lengths))]
+        places = np.arange(lengths[0])
+    else:
+        ids = np.concatenate([row.ids for row in rows])[None] if rows else np.zeros((1, 2), dtype=np.int64)
+        starts = [0, *itertools.accumulate(lengths)][:-1]
+        places = np.concatenate([np.arange(length) for length in lengths])
+    inside = [np.flatnonzero(row.mask) for row in rows]
+    counts = [len(where) for where in inside]
+    if sum(counts) > 0:
+        valid = np.ones(sum(counts), dtype=np.bool_)
+        sequence = np.repeat(np.arange(len(rows)), counts)
+        labels = np.concatenate([row.ids[where + row.prompt_length] for row, where in zip(rows, inside, strict=True)])
+        positions = np.concatenate(
+            [start + row.prompt_length + where - 1 for start, row, where in zip(starts, rows, inside, strict=True)]
+        )
+        behave = np.concatenate([row.logprobs[where] for row, where in zip(rows, inside, strict=True)])
+        advantages = np.concatenate([row.advantages[where] for row, where in zip(rows, inside, strict=True)])
+    else:
+        valid = np.zeros(1, dtype=np.bool_)
         positions = labels = sequence = np.zeros(1, dtype=np.int64)
         behave = advantages = np.zeros(1, dtype=np.float32)
-        valid = np.zeros(1, dtype=np.bool_)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return MicroBatch(
         input_ids=tensor(ids),
+        position_ids=tensor(places[None]),
+        lengths=lengths,
         positions=tensor(positions.astype(np.int64)),
         labels=tensor(labels.astype(np.int64)),
         valid=tensor(valid),
-        sequence=tensor(sequence.astype(np.int64)),
+        sequence=tensor(sequence),
         behave=tensor(behave),
         advantages=tensor(advantages),
-        rows=max(1, len(rows)),
     )

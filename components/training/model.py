@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from muster.errors import InvalidInput, NotBuilt
 
 _SCALED_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+_CHANGING_ROPE = ("dynamic", "longrope")
+"""Rotary tables that follow the longest row run together, so that a row's log-probs depend on its neighbours."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
     Raises:
         InvalidInput: the file is absent or broken, or the model is quantised.
-        NotBuilt: the model scales or caps its logits.
+        NotBuilt: the model scales or caps its logits, or its positions depend on what runs together.
     """
     path = directory / "config.json"
     try:
@@ -38,7 +40,24 @@ def read_config(directory: Path) -> dict[str, Any]:
     for name, plain in _SCALED_LOGITS.items():
         if config.get(name) not in (None, plain):
             raise NotBuilt(f"{path}: {name} {config[name]} (scaled logits)", "use a model without it")
+    for name in ("rope_parameters", "rope_scaling"):
+        value = config.get(name) or {}
+        for rope in (value, *value.values()):  # of the model, or of each kind of layer
+            kind = isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type"))
+            if kind in _CHANGING_ROPE:
+                raise NotBuilt(f"{path}: {name} of type {kind}", "use a model whose positions are fixed")
     return config
+
+
+def is_padded(directory: Path) -> bool:
+    """Whether rows of one micro-batch are padded for this model, not laid end to end.
+
+    Raises:
+        InvalidInput, NotBuilt: as `read_config`.
+    """
+    from muster.training.engine import attention
+
+    return read_config(directory)["model_type"] not in attention.FAMILIES
 
 
 def build_on_meta(directory: Path) -> tuple[nn.Module, bool]:
@@ -52,13 +71,15 @@ def build_on_meta(directory: Path) -> tuple[nn.Module, bool]:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    read_config(directory)
+    from muster.training.engine import attention
+
+    kind = "sdpa" if is_padded(directory) else attention.NAME
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         tied = bool(getattr(config, "tie_word_embeddings", False))
         config.tie_word_embeddings = False
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kind)
     except (ValueError, KeyError, OSError, AttributeError) as error:
         raise InvalidInput(f"{directory}: transformers cannot build this model: {error}") from error
     assert isinstance(model, nn.Module)

@@ -30,7 +30,8 @@ from muster.training import checkpoint, engine, files, transport
 from muster.training.batch import Batch, Outline, Row
 from muster.training.export import export
 from muster.training.loss import Counts, objective
-from muster.training.microbatch import MicroBatch, build, schedule
+from muster.training.microbatch import MicroBatch, build, pack, pack_padded, schedule
+from muster.training.model import is_padded
 from muster.training.ranks import Ranks
 from muster.training.schedule import learning_rate
 
@@ -70,10 +71,11 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
             part = (ranks.rank, ranks.world_size)
             batch = batches.load(batch_dir, version=version, longest=settings.max_tokens_per_mb, part=part)
             inputs = _inputs(config, batch, places.weights(version))
+            padded = is_padded(places.weights(version))
         if ranks.from_first(int(_is_complete(places, version + 1, inputs))):
             log.info("version %d is complete already, from the same batch and settings", version + 1)
             return None
-        updates, rows = share(batch, config, ranks, version=version, seed=seed)
+        updates, rows = share(batch, config, ranks, version=version, seed=seed, padded=padded)
         del batch
         policy = engine.build(config, places.weights(version), ranks)
         with transport.raised_by_all(ranks.group):
@@ -181,6 +183,7 @@ class Update:
 
     Attributes:
         placed: `[rank][micro-batch]` lists of row indexes, equally many micro-batches on every rank.
+        padded: whether the rows of a micro-batch are padded, not laid end to end.
         counts: what its loss is divided by.
         tokens: completion tokens `total`, `valid` and `masked`.
         reward: mean reward over its slots; NaN when the file has none.
@@ -188,6 +191,7 @@ class Update:
     """
 
     placed: list[list[list[int]]]
+    padded: bool
     counts: Counts
     tokens: dict[str, int]
     reward: float
@@ -196,7 +200,7 @@ class Update:
     def micro_batches(self, rows: Mapping[int, Row], ranks: Ranks) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as tensors, from the rows that it holds."""
         for chosen in self.placed[ranks.rank]:
-            yield build([rows[row] for row in chosen], ranks.device)
+            yield build([rows[row] for row in chosen], ranks.device, padded=self.padded)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, Any]:
         """Means over the update's valid tokens, from sums over all ranks and micro-batches."""
@@ -221,7 +225,7 @@ class Update:
 
 
 def share(
-    batch: Batch, config: RunConfig, ranks: Ranks, *, version: int, seed: int
+    batch: Batch, config: RunConfig, ranks: Ranks, *, version: int, seed: int, padded: bool
 ) -> tuple[list[Update], dict[int, Row]]:
     """Moves every group from the rank that has read it to the rank that trains on it. Collective.
 
@@ -231,6 +235,7 @@ def share(
         ranks: this process among the others.
         version: what the batch was collected for.
         seed: `data.seed`.
+        padded: whether the model's rows are padded.
 
     Returns:
         All updates, the same on every rank, and the rows that this rank holds for them, by their number in the plan.
@@ -246,7 +251,7 @@ def share(
         notes=batches.notes(batch),
     )
     outline = batches.outline(manifest.notes)
-    updates = plan(outline, config, ranks.world_size, version=version, seed=seed)
+    updates = plan(outline, config, ranks.world_size, version=version, seed=seed, padded=padded)
     trains = {row: rank for one in updates for rank, mine in enumerate(one.placed) for chosen in mine for row in chosen}
     parts: list[list[int]] = [[] for _ in range(ranks.world_size)]
     for number, (name, _) in enumerate(manifest.notes):
@@ -256,7 +261,9 @@ def share(
     return updates, {numbers[row.group_id, row.slot, row.row]: row for row in held}
 
 
-def plan(batch: Batch | Outline, config: RunConfig, world_size: int, *, version: int, seed: int) -> list[Update]:
+def plan(
+    batch: Batch | Outline, config: RunConfig, world_size: int, *, version: int, seed: int, padded: bool
+) -> list[Update]:
     """Cuts a batch into updates and places each on the ranks; the same answer on every rank.
 
     Raises:
@@ -286,11 +293,19 @@ def plan(batch: Batch | Outline, config: RunConfig, world_size: int, *, version:
                 f"version {version}, update {number}: no token to train on: {len(groups)} groups with {len(slots)} "
                 f"slots and {total} completion tokens, all masked; needed is at least 1 valid token"
             )
-        placed = schedule(groups, lengths, world_size, cap=settings.max_tokens_per_mb, n_mbs=settings.n_mbs)
+        placed = schedule(
+            groups,
+            lengths,
+            world_size,
+            cap=settings.max_tokens_per_mb,
+            n_mbs=settings.n_mbs,
+            packing=pack_padded if padded else pack,
+        )
         loads = [sum(lengths[row] for one in mine for row in one) for mine in placed]
         updates.append(
             Update(
                 placed=placed,
+                padded=padded,
                 counts=Counts(
                     tokens=valid,
                     sequences=sum(row.valid > 0 for row in rows),

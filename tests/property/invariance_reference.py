@@ -89,6 +89,7 @@ def make_case(seed: int, holding: list[int] | None = None) -> dict[str, Any]:
         "any_placement": bool(random.random() < 0.5),
         "any_holding": bool(random.random() < 0.5),
         "holding": holding,
+        "padded": bool(random.random() < 0.3),
         "seed": seed,
     }
 

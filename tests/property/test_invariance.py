@@ -27,6 +27,7 @@ from transformers.models.qwen3 import modeling_qwen3  # noqa: F401  # loaded onc
 from muster.config import RunConfig, parse
 from muster.training import batch as batches
 from muster.training import microbatch, trainer
+from muster.training.engine import attention
 from muster.training.engine.fsdp import Policy
 from muster.training.loss import objective
 from muster.training.ranks import Ranks
@@ -93,6 +94,7 @@ def update_gradients(
 ) -> list[tuple[torch.Tensor, list[float]]]:
     """Each update's gradient, as the trainer gets it, and the log-probs that name the tokens of this rank."""
     config = settings(case)
+    model.set_attn_implementation("sdpa" if case["padded"] else attention.NAME)
     policy = Policy(model, temperature=case["temperature"], chunk=case["chunk"], fp32_head=False)
     with tempfile.TemporaryDirectory() as folder:
         pq.write_table(
@@ -104,7 +106,7 @@ def update_gradients(
         places = np.random.default_rng(case["seed"])
         microbatch.partition = lambda costs, k: anyhow(places, len(costs), k)  # type: ignore[assignment]
     try:
-        updates, rows = trainer.share(read, config, ranks, version=0, seed=case["seed"])
+        updates, rows = trainer.share(read, config, ranks, version=0, seed=case["seed"], padded=policy.padded)
     finally:
         microbatch.partition = balanced
     results = []
@@ -117,7 +119,7 @@ def update_gradients(
             mine = sum(int(micro.valid.sum()) for micro in micros)
             counts = dataclasses.replace(counts, tokens=max(1, mine), sequences=len(micros), slots=len(micros))
         for micro in micros:
-            logprobs, entropies = policy(micro.input_ids, micro.positions, micro.labels)
+            logprobs, entropies = policy(micro)
             behave = micro.behave.to(logprobs.dtype)
             loss, _ = objective(micro, behave, counts, config.training)(logprobs, entropies)
             loss.backward()

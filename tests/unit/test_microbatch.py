@@ -88,9 +88,18 @@ def test_two_micro_batches_in_one_slot_fail_loudly() -> None:
         in_slots([[1], [2], [5]], 2, rank=3)
 
 
-def test_rows_end_to_end_can_be_scheduled_too() -> None:
-    plan = schedule([[0, 1], [2]], [9, 3, 12], 2, cap=12, packing=pack)
-    assert sorted(sorted(rows) for packs in plan for rows in packs) == [[0, 1], [2]]
+@pytest.mark.parametrize(("packing", "wanted"), [(pack, [[0, 1], [2]]), (pack_padded, [[], [0], [1], [2]])])
+def test_padding_counts_towards_the_cap_only_where_there_is_some(packing: Packing, wanted: list[list[int]]) -> None:
+    plan = schedule([[0, 1], [2]], [9, 3, 12], 2, cap=12, packing=packing)
+    assert sorted(sorted(rows) for packs in plan for rows in packs) == wanted
+
+
+def test_costs_decide_who_gets_what_and_tokens_what_fits() -> None:
+    groups, lengths = [[0], [1], [2], [3]], [4, 2, 2, 2]
+    by_tokens = schedule(groups, lengths, 2, cap=6)
+    by_costs = schedule(groups, lengths, 2, cap=6, costs=[16, 4, 4, 4])
+    assert sorted(sum(lengths[i] for one in packs for i in one) for packs in by_tokens) == [4, 6]
+    assert sorted(sorted(i for one in packs for i in one) for packs in by_costs) == [[0], [1, 2, 3]]
 
 
 @given(st.lists(st.integers(0, 4), max_size=12), st.integers(1, 5), st.integers(1, 4), st.data())
@@ -111,21 +120,39 @@ def test_every_rank_runs_the_same_number_and_every_row_once(
     assert plan == schedule(groups, lengths, ranks, cap=40, n_mbs=n_mbs)
 
 
-def test_loss_tokens_are_predicted_from_the_position_before_them() -> None:
-    micro = build([row([5, 6, 7, 8], 2, [True, False]), row([1, 2], 1, [True]), row([3, 4, 9], 1, [True, True])])
-    assert micro.input_ids.tolist() == [[5, 6, 7, 8], [1, 2, 0, 0], [3, 4, 9, 0]]
-    assert micro.labels.tolist() == [7, 2, 4, 9]
+def test_rows_are_laid_end_to_end_longest_first() -> None:
+    micro = build([row([1, 2], 1, [True]), row([5, 6, 7, 8], 2, [True, False]), row([3, 4], 1, [False])])
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8, 1, 2, 3, 4]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
+    assert micro.lengths == (4, 2, 2)
+
+
+def test_rows_of_a_model_that_cannot_take_them_end_to_end_are_padded() -> None:
+    micro = build([row([1, 2], 1, [True]), row([5, 6, 7, 8], 2, [True, False])], padded=True)
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8], [1, 2, 0, 0]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_loss_tokens_are_predicted_from_the_position_before_them(padded: bool) -> None:
+    rows = [row([1, 2], 1, [True]), row([5, 6, 7, 8], 2, [True, False]), row([3, 4, 9], 1, [True, True])]
+    micro = build(rows, padded=padded)
+    assert micro.labels.tolist() == [7, 4, 9, 2]
     flat = micro.input_ids.flatten()
-    assert flat[micro.positions].tolist() == [6, 1, 3, 4]
+    assert flat[micro.positions].tolist() == [6, 3, 4, 1]
     assert flat[micro.positions + 1].tolist() == micro.labels.tolist()
-    assert micro.sequence.tolist() == [0, 1, 2, 2]
-    assert micro.advantages.tolist() == [0, 0, 0, 1]
+    assert micro.sequence.tolist() == [0, 1, 1, 2]
+    assert micro.advantages.tolist() == [0, 0, 1, 0]
     assert micro.valid.all()
+    assert micro.rows == 3
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("rows", [[], [row([1, 2, 3], 1, [False, False])]])
-def test_nothing_to_train_on_becomes_one_token_of_weight_zero(rows: list[Row]) -> None:
-    micro = build(rows)
+def test_nothing_to_train_on_becomes_one_token_of_weight_zero(rows: list[Row], padded: bool) -> None:
+    micro = build(rows, padded=padded)
     assert micro.valid.tolist() == [False]
-    assert micro.input_ids.shape[0] == 1
+    assert micro.input_ids.shape[0] == micro.rows == 1
+    assert micro.input_ids.shape == micro.position_ids.shape
+    assert micro.lengths == (micro.input_ids.shape[1],)
     assert len(micro.positions) == len(micro.labels) == len(micro.behave) == 1

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from muster.config import RunConfig
 from muster.errors import InvalidInput
-from muster.training.engine import Kind, Objective
+from muster.training.engine import Kind, Objective, attention
 from muster.training.logprob import token_logprobs
 from muster.training.microbatch import MicroBatch
 from muster.training.model import TensorFiles, build_on_meta, fill_buffers
@@ -37,19 +37,20 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self._temperature, self._chunk, self._fp32_head = temperature, chunk, fp32_head
+        self.padded = cast(Any, lm).config._attn_implementation != attention.NAME
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, labels: Tensor, temperature: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies `[tokens]` of `labels`, predicted at `positions` of the flattened `input_ids`."""
+    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies `[tokens]` of a micro-batch's loss tokens."""
         lm = cast(Any, self.lm)
-        hidden = lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+        layout = {} if self.padded else {"lengths": micro.lengths}
+        decoder = lm.get_decoder()
+        hidden = decoder(micro.input_ids, position_ids=micro.position_ids, use_cache=False, **layout).last_hidden_state
         head = lm.get_output_embeddings()
         return token_logprobs(
-            hidden.flatten(0, 1).index_select(0, positions),
+            hidden.flatten(0, 1).index_select(0, micro.positions),
             head.weight,
             getattr(head, "bias", None),
-            labels,
+            micro.labels,
             temperature=temperature or self._temperature,
             chunk=self._chunk,
             fp32_head=self._fp32_head,
@@ -118,12 +119,12 @@ class FSDPEngine:
     def logprobs(self, micro: MicroBatch, *, temperature: float | None = None) -> Tensor:
         """Log-probs of a micro-batch, without gradient."""
         with torch.no_grad():
-            logprobs, _ = self._policy(micro.input_ids, micro.positions, micro.labels, temperature)
+            logprobs, _ = self._policy(micro, temperature)
         return cast(Tensor, logprobs)
 
     def forward_backward(self, micro: MicroBatch, objective: Objective) -> dict[str, Tensor]:
         """Adds one micro-batch's gradient."""
-        logprobs, entropies = self._policy(micro.input_ids, micro.positions, micro.labels)
+        logprobs, entropies = self._policy(micro)
         loss, sums = objective(logprobs, entropies)
         loss.backward()  # type: ignore[no-untyped-call]
         return sums
