@@ -301,6 +301,7 @@ class Training(Section):
     rejection: Rejection | None = None
     max_tokens_per_mb: Count = 16384
     n_mbs: Count = 1
+    balance: Literal["tokens", "compute"] = "tokens"
     deterministic: bool = False
     fp32_lm_head: bool = False
     logprobs_chunk_size: Count = 512

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ from muster.errors import InvalidInput, NotBuilt
 _SCALED_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 _CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary tables that follow the longest row run together, so that a row's log-probs depend on its neighbours."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a model decides where its rows go.
+
+    Attributes:
+        padded: rows of one micro-batch are padded, not laid end to end.
+        hidden: hidden size; None if config.json does not tell.
+    """
+
+    padded: bool
+    hidden: int | None = None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -49,15 +63,17 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def is_padded(directory: Path) -> bool:
-    """Whether rows of one micro-batch are padded for this model, not laid end to end.
+def layout(directory: Path) -> Layout:
+    """How the rows of a model are laid out.
 
     Raises:
         InvalidInput, NotBuilt: as `read_config`.
     """
     from muster.training.engine import attention
 
-    return read_config(directory)["model_type"] not in attention.FAMILIES
+    config = read_config(directory)
+    hidden = config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size")
+    return Layout(padded=config["model_type"] not in attention.FAMILIES, hidden=hidden)
 
 
 def build_on_meta(directory: Path) -> tuple[nn.Module, bool]:
@@ -73,7 +89,7 @@ def build_on_meta(directory: Path) -> tuple[nn.Module, bool]:
 
     from muster.training.engine import attention
 
-    kind = "sdpa" if is_padded(directory) else attention.NAME
+    kind = "sdpa" if layout(directory).padded else attention.NAME
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         tied = bool(getattr(config, "tie_word_embeddings", False))

@@ -31,7 +31,8 @@ from muster.training.batch import Batch, Outline, Row
 from muster.training.export import export
 from muster.training.loss import Counts, objective
 from muster.training.microbatch import MicroBatch, build, pack, pack_padded, schedule
-from muster.training.model import is_padded
+from muster.training.model import Layout, layout
+from muster.training.partition import attention_costs
 from muster.training.ranks import Ranks
 from muster.training.schedule import learning_rate
 
@@ -71,11 +72,11 @@ def train(config: RunConfig, version: int, batch_dir: Path, ranks: Ranks, report
             part = (ranks.rank, ranks.world_size)
             batch = batches.load(batch_dir, version=version, longest=settings.max_tokens_per_mb, part=part)
             inputs = _inputs(config, batch, places.weights(version))
-            padded = is_padded(places.weights(version))
+            model = layout(places.weights(version))
         if ranks.from_first(int(_is_complete(places, version + 1, inputs))):
             log.info("version %d is complete already, from the same batch and settings", version + 1)
             return None
-        updates, rows = share(batch, config, ranks, version=version, seed=seed, padded=padded)
+        updates, rows = share(batch, config, ranks, version=version, seed=seed, model=model)
         del batch
         policy = engine.build(config, places.weights(version), ranks)
         with transport.raised_by_all(ranks.group):
@@ -225,7 +226,7 @@ class Update:
 
 
 def share(
-    batch: Batch, config: RunConfig, ranks: Ranks, *, version: int, seed: int, padded: bool
+    batch: Batch, config: RunConfig, ranks: Ranks, *, version: int, seed: int, model: Layout
 ) -> tuple[list[Update], dict[int, Row]]:
     """Moves every group from the rank that has read it to the rank that trains on it. Collective.
 
@@ -235,7 +236,7 @@ def share(
         ranks: this process among the others.
         version: what the batch was collected for.
         seed: `data.seed`.
-        padded: whether the model's rows are padded.
+        model: how its rows are laid out.
 
     Returns:
         All updates, the same on every rank, and the rows that this rank holds for them, by their number in the plan.
@@ -251,7 +252,7 @@ def share(
         notes=batches.notes(batch),
     )
     outline = batches.outline(manifest.notes)
-    updates = plan(outline, config, ranks.world_size, version=version, seed=seed, padded=padded)
+    updates = plan(outline, config, ranks.world_size, version=version, seed=seed, model=model)
     trains = {row: rank for one in updates for rank, mine in enumerate(one.placed) for chosen in mine for row in chosen}
     parts: list[list[int]] = [[] for _ in range(ranks.world_size)]
     for number, (name, _) in enumerate(manifest.notes):
@@ -262,11 +263,12 @@ def share(
 
 
 def plan(
-    batch: Batch | Outline, config: RunConfig, world_size: int, *, version: int, seed: int, padded: bool
+    batch: Batch | Outline, config: RunConfig, world_size: int, *, version: int, seed: int, model: Layout
 ) -> list[Update]:
     """Cuts a batch into updates and places each on the ranks; the same answer on every rank.
 
     Raises:
+        InvalidInput: `training.balance` asks for what the model does not tell.
         Stalled: an update has no valid token.
     """
     settings = config.training
@@ -280,6 +282,13 @@ def plan(
             settings.updates_per_batch,
         )
     lengths = [row.length for row in batch.rows]
+    costs = None
+    if settings.balance == "compute":
+        if model.hidden is None:
+            raise InvalidInput(
+                "training.balance: compute needs hidden_size in the model's config.json; set it to tokens"
+            )
+        costs = attention_costs(lengths, model.hidden)
     updates = []
     for number, names in enumerate(cuts):
         groups = [batch.groups[name] for name in names]
@@ -299,13 +308,14 @@ def plan(
             world_size,
             cap=settings.max_tokens_per_mb,
             n_mbs=settings.n_mbs,
-            packing=pack_padded if padded else pack,
+            packing=pack_padded if model.padded else pack,
+            costs=costs,
         )
         loads = [sum(lengths[row] for one in mine for row in one) for mine in placed]
         updates.append(
             Update(
                 placed=placed,
-                padded=padded,
+                padded=model.padded,
                 counts=Counts(
                     tokens=valid,
                     sequences=sum(row.valid > 0 for row in rows),

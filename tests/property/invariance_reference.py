@@ -90,6 +90,7 @@ def make_case(seed: int, holding: list[int] | None = None) -> dict[str, Any]:
         "any_holding": bool(random.random() < 0.5),
         "holding": holding,
         "padded": bool(random.random() < 0.3),
+        "balance": ("tokens", "compute")[int(random.integers(2))],
         "seed": seed,
     }
 

@@ -30,6 +30,7 @@ from muster.training import microbatch, trainer
 from muster.training.engine import attention
 from muster.training.engine.fsdp import Policy
 from muster.training.loss import objective
+from muster.training.model import Layout
 from muster.training.ranks import Ranks
 from tests.distributed.forked import ROOT, Forked
 from tests.property import invariance_reference as reference
@@ -94,6 +95,7 @@ def update_gradients(
 ) -> list[tuple[torch.Tensor, list[float]]]:
     """Each update's gradient, as the trainer gets it, and the log-probs that name the tokens of this rank."""
     config = settings(case)
+    shape = Layout(case["padded"], model.config.hidden_size)
     model.set_attn_implementation("sdpa" if case["padded"] else attention.NAME)
     policy = Policy(model, temperature=case["temperature"], chunk=case["chunk"], fp32_head=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +108,7 @@ def update_gradients(
         places = np.random.default_rng(case["seed"])
         microbatch.partition = lambda costs, k: anyhow(places, len(costs), k)  # type: ignore[assignment]
     try:
-        updates, rows = trainer.share(read, config, ranks, version=0, seed=case["seed"], padded=policy.padded)
+        updates, rows = trainer.share(read, config, ranks, version=0, seed=case["seed"], model=shape)
     finally:
         microbatch.partition = balanced
     results = []
@@ -161,6 +163,7 @@ def settings(case: dict[str, Any]) -> RunConfig:
         "updates_per_batch": case["updates"],
         "max_tokens_per_mb": case["cap"],
         "n_mbs": case["n_mbs"],
+        "balance": case["balance"],
         "loss": {"aggregation": case["aggregation"], "clip_low": 0.5, "clip_high": 0.5},
     }
     rollout = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": case["temperature"]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from muster.training.model import is_padded
+from muster.training.model import layout
 
 pytestmark = pytest.mark.slow
 
@@ -90,4 +90,4 @@ def test_every_family_that_is_not_padded_is_compared() -> None:
 @pytest.mark.parametrize("kind", ["opt", "mamba", "qwen3_next", "unheard_of"])
 def test_other_families_are_padded(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    assert is_padded(tmp_path)
+    assert layout(tmp_path).padded

@@ -16,6 +16,7 @@ from muster.config import Optimizer, RunConfig, parse
 from muster.errors import InvalidInput, NotBuilt, Stalled
 from muster.training import batch as batches
 from muster.training.limits import check
+from muster.training.model import Layout
 from muster.training.probe import probe_ids
 from muster.training.schedule import learning_rate
 from muster.training.trainer import plan
@@ -95,7 +96,7 @@ def test_an_empty_batch_and_a_masked_one_have_nothing_to_train_on(tmp_path: Path
         batches.load(tmp_path, version=0, longest=10)
     masked = batches.load(write(tmp_path, [row(loss_mask=[False] * 3)]), version=0, longest=10)
     with pytest.raises(Stalled, match="1 groups with 1 slots and 3 completion tokens, all masked"):
-        plan(masked, config(), 2, version=0, seed=0, padded=False)
+        plan(masked, config(), 2, version=0, seed=0, model=Layout(padded=False))
 
 
 def test_missing_file_and_columns_are_named(tmp_path: Path) -> None:
@@ -130,16 +131,31 @@ def test_plan_counts_over_the_whole_update_whatever_the_ranks(tmp_path: Path) ->
     rows = [row("a", 0), row("a", 2), row("a", 2, row=1), row("b", 1, loss_mask=[False] * 3)]
     read = batches.load(write(tmp_path, rows), version=0, longest=10)
     for ranks in (1, 2, 3):
-        (update,) = plan(read, config(updates_per_batch=1), ranks, version=0, seed=0, padded=False)
+        (update,) = plan(read, config(updates_per_batch=1), ranks, version=0, seed=0, model=Layout(padded=False))
         assert (update.counts.tokens, update.counts.sequences, update.counts.slots) == (6, 3, 3)
         assert update.counts.max_new_tokens == 8
         assert update.tokens == {"total": 12, "valid": 6, "masked": 6}
         assert len(update.placed) == ranks
 
 
+def test_ranks_are_balanced_by_tokens_or_by_compute(tmp_path: Path) -> None:
+    """18 tokens against three times 10: attention makes the long row cost as much as two of the others and a half."""
+    long = {name: 5 * values for name, values in row().items() if isinstance(values, list)} | {"prompt_ids": [1] * 3}
+    rows = [row("a", **long), *(row(group, prompt_ids=[1] * 7) for group in "bcd")]
+    read = batches.load(write(tmp_path, rows), version=0, longest=64)
+    beside = {}
+    for balance in ("tokens", "compute"):
+        settings = config(updates_per_batch=1, balance=balance)
+        (update,) = plan(read, settings, 2, version=0, seed=0, model=Layout(padded=False, hidden=2))
+        beside[balance] = sorted(sum(map(len, packs)) for packs in update.placed)
+    assert beside == {"tokens": [2, 2], "compute": [1, 3]}
+    with pytest.raises(InvalidInput, match=r"training\.balance: compute needs hidden_size"):
+        plan(read, config(balance="compute"), 2, version=0, seed=0, model=Layout(padded=False))
+
+
 def test_fewer_groups_than_updates_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     read = batches.load(write(tmp_path, [row("a"), row("b")]), version=0, longest=10)
-    assert len(plan(read, config(updates_per_batch=5), 1, version=0, seed=0, padded=False)) == 2
+    assert len(plan(read, config(updates_per_batch=5), 1, version=0, seed=0, model=Layout(padded=False))) == 2
     assert "2 trainable groups make 2 updates, not training.updates_per_batch 5" in caplog.text
 
 
