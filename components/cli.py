@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from muster import config as configuration
-from muster.errors import DependencyDied, Interrupted, InvalidInput, MusterError, NotBuilt, storage_died
+from muster.errors import Interrupted, InvalidInput, MusterError, NotBuilt, os_error
 from muster.process import terminable
 
 app = typer.Typer(
@@ -220,8 +220,9 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
-        print(storage_died(error), file=sys.stderr)
-        sys.exit(DependencyDied.exit_code)
+        explained = os_error(error)
+        print(explained, file=sys.stderr)
+        sys.exit(explained.exit_code)
     except Exception as error:
         usage = getattr(error, "format_message", None)
         if usage is None:

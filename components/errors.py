@@ -5,6 +5,8 @@ Not for defects of our own: those stay ordinary exceptions, end with a traceback
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,16 +69,89 @@ class DependencyDied(MusterError):
         super().__init__(f"{what}\n--- its last words ---\n{self.last_words}" if self.last_words else what)
 
 
-def storage_died(error: OSError, path: Path | None = None) -> DependencyDied:
-    """What storage that refused means to a user: mostly a full or unreachable disk.
+def os_error(error: OSError) -> MusterError:
+    """What an error of the operating system means to a user who knows no more than that it came.
+
+    A connection, the machine or the storage that failed is something we depend on (exit 4); a path that cannot be used
+    is the user's to mend (exit 2). An error that names a path is never taken for one of a connection: network file
+    systems time out, too.
+    """
+    text, where = _text(error), _where(error)
+    if not where and (what := _connection(error)) is not None:
+        return DependencyDied(f"{what} failed: {text}")
+    if error.errno in _MACHINE or (not where and error.errno in _REMEDIES):
+        return DependencyDied(f"{where}: the machine refused: {text}" if where else f"the machine refused: {text}")
+    return storage_died(error)
+
+
+def storage_died(error: OSError, path: Path | None = None) -> MusterError:
+    """What storage that refused means to a user: mostly a full or unreachable disk, or a path that cannot be used.
 
     Args:
         error: the operating system's.
         path: what was being written, where the error does not say.
     """
-    where = path or error.filename
-    text = error.strerror or " ".join(str(error).split())
+    text, where = _text(error), str(path) if path is not None else _where(error)
+    remedy = _REMEDIES.get(error.errno or 0)
+    if where and remedy is not None:
+        return InvalidInput(f"{where}: {text}; {remedy.format(user=os.geteuid())}")
     return DependencyDied(f"{where}: the storage failed: {text}" if where else f"the storage failed: {text}")
+
+
+_REMEDIES = {
+    errno.EACCES: "let user {user} read and write there, or name another path",
+    errno.EPERM: "let user {user} read and write there, or name another path",
+    errno.ENOENT: "name one that exists (if it did: is its volume mounted?)",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOTDIR: "a file is where a folder must be; name another path",
+    errno.EEXIST: "name one that does not exist yet, or remove it",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.ELOOP: "its symbolic links lead in a circle; name another path",
+}
+"""Errors about a path that someone chose, and what would be right. A read-only file system is not among them: that is
+what a failing disk becomes."""
+
+_MACHINE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.EADDRINUSE})
+"""Limits and ports of the machine, whatever the path."""
+
+_NETWORK = frozenset(
+    {
+        errno.EADDRNOTAVAIL,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+    }
+)
+"""What a socket says beside the subclasses of ConnectionError."""
+
+
+def _connection(error: OSError) -> str | None:
+    """Which connection an error without a path is about; None if it is about none."""
+    import socket
+    import ssl
+
+    if isinstance(error, socket.gaierror | socket.herror):
+        return "looking up a host name"
+    host, port = getattr(error, "host", None), getattr(error, "port", None)  # those of aiohttp have them
+    known = isinstance(error, ConnectionError | TimeoutError | ssl.SSLError) or error.errno in _NETWORK
+    if host:
+        return f"the connection to {host}:{port}"
+    return "a connection" if known else None
+
+
+def _text(error: OSError) -> str:
+    text = str(error.strerror or " ".join(str(error).split()))
+    return text or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
+
+
+def _where(error: OSError) -> str:
+    """The path or paths that an error names; nothing if it names none."""
+    names = [os.fsdecode(n) for n in (error.filename, error.filename2) if isinstance(n, str | bytes | os.PathLike)]
+    return " -> ".join(names)
 
 
 class Interrupted(MusterError):

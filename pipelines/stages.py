@@ -19,7 +19,7 @@ import yaml
 
 from muster import assembly, trajectory
 from muster.config import RunConfig, parse
-from muster.errors import Interrupted, InvalidInput, MusterError, Stalled, storage_died
+from muster.errors import Interrupted, InvalidInput, MusterError, Stalled, os_error
 from muster.job import JobSpec, backend, run_job
 from muster.layout import RunDirectory
 from muster.rollout.collect import Collection, collect, load_tokenizer
@@ -86,7 +86,7 @@ def run(stage: str, config_text: str, log_metric: LogMetric = lambda *_: None, *
 def _explained(error: MusterError | KeyboardInterrupt | OSError) -> MusterError:
     if isinstance(error, MusterError):
         return error
-    return storage_died(error) if isinstance(error, OSError) else Interrupted("interrupted (Ctrl-C)")
+    return os_error(error) if isinstance(error, OSError) else Interrupted("interrupted (Ctrl-C)")
 
 
 def prepare(context: Context, first: int, iterations: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import yaml
 from muster.pipelines import stages, steps
 from muster.pipelines.cluster import compile_to
 from muster.pipelines.grpo import MAX_ITERATIONS
+from muster.telemetry import events
+from tests.unit.conftest import MakeConfig
 
 FILE = Path(__file__).parents[2] / "charts" / "muster" / "files" / "grpo.yaml"
 
@@ -72,3 +75,34 @@ def test_every_component_calls_a_stage_that_exists() -> None:
         component = getattr(steps, name)
         code = "".join(component.component_spec.implementation.container.command)
         assert f'stages.run("{name}"' in code
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "text"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), 4, "a connection failed: Connection ref"),
+        (OSError(errno.ENOSPC, "No space left on device"), 4, "the storage failed: No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "/muster/x"), 2, "/muster/x: Permission denied; let user"),
+    ],
+)
+def test_a_step_tells_connections_storage_and_paths_apart_on_stderr_and_in_the_diary(
+    error: OSError,
+    exit_code: int,
+    text: str,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_context: stages.Context) -> None:
+        raise error
+
+    monkeypatch.setitem(stages.STAGES, "report", fail)
+    config = make_config()
+    with pytest.raises(SystemExit) as ended:
+        stages.run("report", config.dump())
+    assert ended.value.code == exit_code
+    assert f"report: {text}" in capsys.readouterr().err
+    assert config.run
+    [event] = [e for e in events.read(config.run.root)[0] if e["kind"] == "failed"]
+    assert event["exit_code"] == exit_code
+    assert event["error"].startswith(text)
