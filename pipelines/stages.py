@@ -335,7 +335,7 @@ def _served(context: Context) -> Iterator[None]:
 
 
 def _train_job(context: Context, name: str, arguments: tuple[str, ...]) -> None:
-    """Runs the trainer to its outcome."""
+    """Runs the trainer to its outcome; while a job waits in a cluster, this process serves for how long."""
     config, folder = context.config, context.files.job(name)
     job = config.job
     prepare_only = name == "prepare"
@@ -353,19 +353,23 @@ def _train_job(context: Context, name: str, arguments: tuple[str, ...]) -> None:
         timeout=job.timeout,
     )
     place = backend(config)
+    here = context.metrics
+    # A job on this machine does not wait, and its rank 0 takes the port.
+    port = 0 if place.name == "local" else config.telemetry.port
     outcome = "failed"
-    try:
-        run_job(place, spec, lambda event: context.metrics.job_pending.set(event.pending_seconds))
-        outcome = "done"
-    except (MusterError, KeyboardInterrupt) as error:
-        if _explained(error).exit_code == Interrupted.exit_code:
-            outcome = "interrupted"
-        raise
-    finally:
-        # The job has left counters of its own meanwhile: go on from those.
-        context.metrics = Metrics(context.run_id, load_snapshot(context.files.root))
-        context.metrics.job_terminations.labels(place.name, outcome).inc()
-        context.metrics.save_snapshot(context.files.root)
+    with serve(here, port, "0.0.0.0", here.launcher_registry):  # noqa: S104  # pods are scraped from outside
+        try:
+            run_job(place, spec, lambda event: here.job_pending.set(event.pending_seconds))
+            outcome = "done"
+        except (MusterError, KeyboardInterrupt) as error:
+            if _explained(error).exit_code == Interrupted.exit_code:
+                outcome = "interrupted"
+            raise
+        finally:
+            # The job has left counters of its own meanwhile: go on from those.
+            context.metrics = Metrics(context.run_id, load_snapshot(context.files.root))
+            context.metrics.job_terminations.labels(place.name, outcome).inc()
+            context.metrics.save_snapshot(context.files.root)
 
 
 def _log_collection(context: Context, counts: dict[str, Any]) -> None:

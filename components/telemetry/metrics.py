@@ -29,6 +29,10 @@ _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
 class Metrics:
     """All metrics of one process of a run.
 
+    Attributes:
+        registry: all of them.
+        launcher_registry: those that the launcher of a job serves meanwhile; the job's rank 0 serves the others.
+
     Args:
         run: `run.id`, the value of `muster_run_info`.
         carried: samples of counters and histograms that earlier processes left (`load_snapshot`).
@@ -40,7 +44,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_Continued(own, self._carried))
 
-        Gauge("muster_run_info", "The run this process belongs to.", ["run"], registry=own).labels(run).set(1)
+        run_info = Gauge("muster_run_info", "The run this process belongs to.", ["run"], registry=own)
+        run_info.labels(run).set(1)
         self.slots = Counter(
             "muster_rollout_slots_total",
             "Slots that ended, by reason where they failed.",
@@ -130,6 +135,9 @@ class Metrics:
             "muster_job_terminations_total", "Training jobs that ended.", ["backend", "outcome"], registry=own
         )
         self.job_pending = Gauge("muster_job_pending_seconds", "Seconds that the job has waited to run.", registry=own)
+        self.launcher_registry = CollectorRegistry()
+        for metric in (run_info, self.job_pending):
+            self.launcher_registry.register(metric)
 
     def progress(self, stage: str) -> None:
         """Notes that a stage made progress now."""
@@ -197,13 +205,14 @@ def load_snapshot(root: Path) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serve(metrics: Metrics, port: int, address: str) -> Iterator[None]:
+def serve(metrics: Metrics, port: int, address: str, registry: CollectorRegistry | None = None) -> Iterator[None]:
     """Serves `/metrics` while the block runs.
 
     Args:
         metrics: what to serve.
         port: TCP port; 0 serves nothing.
         address: to listen on.
+        registry: which of them; all by default.
 
     Raises:
         InvalidInput: the port is taken.
@@ -212,7 +221,7 @@ def serve(metrics: Metrics, port: int, address: str) -> Iterator[None]:
         yield
         return
     try:
-        server, thread = start_http_server(port, addr=address, registry=metrics.registry)
+        server, thread = start_http_server(port, addr=address, registry=registry or metrics.registry)
     except OSError as error:
         raise InvalidInput(
             f"telemetry.port: cannot serve metrics on port {port}: {error.strerror}; free it, set another, or 0"

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from muster.job import Ended, JobEvent, JobSpec, Notify
+from muster.layout import RunDirectory
 from muster.pipelines import stages, steps
 from muster.pipelines.cluster import compile_to
 from muster.pipelines.grpo import MAX_ITERATIONS
+from muster.process import free_port, port_is_free
 from muster.telemetry import events
 from tests.unit.conftest import MakeConfig
 
@@ -106,3 +113,62 @@ def test_a_step_tells_connections_storage_and_paths_apart_on_stderr_and_in_the_d
     [event] = [e for e in events.read(config.run.root)[0] if e["kind"] == "failed"]
     assert event["exit_code"] == exit_code
     assert event["error"].startswith(text)
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+class PendingJob:
+    """A place whose job waits, then runs and is done; `look` is called at each of the three."""
+
+    max_restarts = 0
+    settle_seconds = 0.0
+
+    def __init__(self, name: str, files: RunDirectory, look: Callable[[], Any]) -> None:
+        self.name, self.files, self.look, self.saw = name, files, look, list[Any]()
+
+    def first_attempt(self, spec: JobSpec) -> int:
+        return 0
+
+    def run(self, spec: JobSpec, attempt: int, notify: Notify) -> Ended:
+        for event in (
+            JobEvent("launched", "created"),
+            JobEvent("pending", "suspended: waiting for quota in queue gpus", 3725.0),
+            JobEvent("running", "all 1 pods run"),
+        ):
+            notify(event)
+            self.saw.append(self.look())
+        measured = {"updates": [], "optimizer_steps_total": 1}
+        self.files.training(0).parent.mkdir(parents=True)
+        self.files.training(0).write_text(json.dumps(measured), encoding="utf-8")
+        spec.outcome.write_text(json.dumps({"outcome": "done"}), encoding="utf-8")
+        return Ended("done")
+
+
+def test_how_long_a_job_has_waited_is_scraped_from_its_launcher_and_nothing_that_the_job_serves(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    config = make_config(
+        job={"backend": "pytorchjob", "image": "trainer:1", "namespace": "ml"}, telemetry={"port": port}
+    )
+    assert config.run
+    place = PendingJob("pytorchjob", RunDirectory(config.run.root), lambda: scrape(port))
+    monkeypatch.setattr(stages, "backend", lambda _config: place)
+    stages.train(stages.Context(config), iteration=0)
+    assert [seen["muster_job_pending_seconds"] for seen in place.saw] == [0, 3725, 0]
+    assert set(place.saw[1]) == {"muster_job_pending_seconds", "muster_run_info"}
+    assert port_is_free(port)  # the next job of the step's process can be served, too
+
+
+def test_on_one_machine_the_port_is_left_to_the_job(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    config = make_config(telemetry={"port": port})
+    assert config.run
+    place = PendingJob("local", RunDirectory(config.run.root), lambda: port_is_free(port))
+    monkeypatch.setattr(stages, "backend", lambda _config: place)
+    stages.train(stages.Context(config), iteration=0)
+    assert place.saw == [True] * 3
