@@ -136,6 +136,7 @@ def _forget(gate: Gate) -> None:
     gate.upstream.seen.clear()
 
 
+ABORT = "/inference/v1/abort_requests"
 GENERATE = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/tokenize")
 ADMIN = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
 CONTROL = (*ADMIN, "/sleep", "/wake_up", "/update_weights", "/abort_requests", "/server_info", "/start_profile")
@@ -167,6 +168,20 @@ def test_generation_and_health_pass(gate: Gate) -> None:
     assert gate.reached() == [("POST", path) for path in GENERATE] + [
         ("GET", path) for path in ("/health", "/v1/models", "/version")
     ]
+
+
+def test_a_request_can_be_ended_by_its_id(gate: Gate) -> None:
+    """By that one path and method, on the generate port only."""
+    assert ask(gate.generate, ABORT, json={"request_ids": ["generate-tokens-1"]}) == 200
+    assert gate.reached() == [("POST", ABORT)]
+    gate.upstream.seen.clear()
+    for method in ("GET", "HEAD", "PUT", "DELETE"):
+        assert ask(gate.generate, ABORT, method) == 403
+    for path in (ABORT + "/", ABORT + "/x", "/abort_requests", "/inference/abort_requests", "/inference/v1/"):
+        assert ask(gate.generate, path) == 404
+    assert ask(gate.metrics, ABORT) == 404
+    assert ask(gate.admin, ABORT, headers=bearer(TOKEN)) == 404
+    assert gate.reached() == []
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "/v1/completions/..", "/v1/completions/%2e%2e", "/health/../", "/x/../."])

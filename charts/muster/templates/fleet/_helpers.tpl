@@ -70,6 +70,12 @@ http {
     {{- range splitList " " (include "muster.fleet.generatePaths" .) }}
     location = {{ . }} { proxy_pass http://127.0.0.1:{{ $.Values.fleet.ports.vllm }}{{ . }}; }
     {{- end }}
+    # ends requests by the ids that their senders chose; /abort_requests, which can end all, stays shut
+    location = /inference/v1/abort_requests {
+      limit_except POST { deny all; }
+      proxy_read_timeout 30s;
+      proxy_pass http://127.0.0.1:{{ .Values.fleet.ports.vllm }}/inference/v1/abort_requests;
+    }
   }
   server {
     listen {{ .Values.fleet.ports.metrics }};
