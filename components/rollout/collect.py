@@ -100,7 +100,8 @@ class Collection:
             if failure is None:
                 if first is not None:
                     self.ages[self.version - first] += 1
-                told = slot.rollout_reward
+                policy = "drop" if slot.failure is None else config.group.failures[slot.failure]
+                told = slot.rollout_reward if isinstance(policy, str) else policy
                 self.reward_sum += sum(slot.rewards) / len(slot.rewards) if told is None else told
                 self.tokens += sum(slot.lengths)
         return verdict.outcome

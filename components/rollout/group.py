@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from muster.groups import SlotResult
@@ -84,7 +84,8 @@ async def run_group(
         workflow: what each slot does.
         slots: the G slots of the group, in order.
         limit: bounds the slots in flight over all groups; a slot's time runs from when it is let in.
-        slot_timeout: seconds for one slot.
+        slot_timeout: seconds for one slot. The tokens of a request that is in flight then are kept, for which the slot
+            may take the client's `grace` longer; it has timed out all the same.
 
     Raises:
         ContractError: from the workflow, after the group's other slots were stopped.
@@ -104,23 +105,30 @@ async def _run_slot(
     async with limit:
         clock = asyncio.get_running_loop().time
         start = clock()
+        end = start + slot_timeout
         partial: Sequence[Row] = ()
         try:
-            async with asyncio.timeout(slot_timeout):
-                rows = tuple(await workflow.run(slot))
+            async with asyncio.timeout_at(end + slot.client.grace):
+                rows = tuple(await workflow.run(replace(slot, client=slot.client.until(end))))
             _check(rows, slot)
-            return SlotOutcome(rows, None, clock() - start)
+            if clock() < end:
+                return SlotOutcome(rows, None, clock() - start)
+            reason, text = "timeout", f"exceeded slot_timeout {slot_timeout:g} s"
+            partial = tuple(replace(row, reward=None, rollout_reward=None) for row in rows)
         except ContractError:
             raise
         except SlotFailure as error:
             reason, text = error.reason, str(error)
             if error.partial is not None:
-                partial = (row_of(slot.prompt.ids, error.partial, None),)
+                prompt_ids = slot.prompt.ids if error.prompt_ids is None else error.prompt_ids
+                partial = (row_of(prompt_ids, error.partial, None),)
         except TimeoutError:
             reason, text = "timeout", f"exceeded slot_timeout {slot_timeout:g} s"
         except Exception as error:
             reason, text = "workflow_error", f"{type(error).__name__}: {error}"
             log.warning("group %s slot %d: the workflow raised", slot.group_id, slot.index, exc_info=True)
+        if clock() >= end:
+            reason = "timeout"  # whatever became of it in the client's grace
         log.info("group %s slot %d failed: %s: %s", slot.group_id, slot.index, reason, text)
         return SlotOutcome(partial, reason, clock() - start)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from pathlib import Path
 
 import httpx
@@ -22,13 +23,20 @@ from tests.serving.conftest import SERVER, Meddler
 pytestmark = pytest.mark.slow
 
 
-def weights(model: Path, folder: Path, seed: int) -> Path:
-    """The model with its weights moved a little (seed 0: not at all), and the probe of what it is now."""
+def weights(model: Path, folder: Path, seed: int, *, endless: bool = False) -> Path:
+    """The model with its weights moved a little (seed 0: not at all), and the probe of what it is now.
+
+    An endless one never samples the end: one feature is large whatever was read, and speaks against it.
+    """
     torch.manual_seed(seed)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.02 * (seed > 0) * torch.randn_like(parameter))
+        if endless:
+            policy.get_input_embeddings().weight[:, 0] = 100.0
+            policy.model.norm.weight[0] = 1.0
+            policy.get_output_embeddings().weight[policy.config.eos_token_id, 0] = -10.0
         ids = torch.randint(3, 20, (1, 400), generator=torch.Generator().manual_seed(1))
         logprobs = torch.log_softmax(policy(ids).logits, dim=-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
     policy.save_pretrained(folder)
@@ -140,6 +148,55 @@ def test_samples_of_a_server_that_lost_what_was_published_are_refused(
     with pytest.raises(SlotFailure, match="labelled default, not 1") as caught:
         asyncio.run(one(1))
     assert caught.value.reason == "server_error"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("limit", ["request_timeout", "slot_timeout"])
+def test_requests_that_run_out_of_time_end_on_the_server_and_keep_their_tokens(
+    vllm: RunningServer, model_dir: Path, tmp_path: Path, limit: str
+) -> None:
+    """By the name that vLLM gives a request, which could change with vLLM."""
+    folder = weights(model_dir, tmp_path / "endless", 1, endless=True)
+    publish(on(vllm.endpoint), folder, 1, Metrics("t"))
+    seconds = {"request_timeout": 1000.0, "slot_timeout": 1000.0, limit: 0.4}
+    rollout = on(vllm.endpoint).model_copy(
+        update={"max_new_tokens": 480, "request_timeout": seconds["request_timeout"]}
+    )
+    prompts = [[13, 14, 3 + n, 4, 5, 6, 15] for n in range(8)]
+
+    async def all_of_them() -> list[Completion | BaseException]:
+        async with Client(rollout, 1, published=True) as client:
+            client.grace = 60.0
+            client = client.until(asyncio.get_running_loop().time() + seconds["slot_timeout"])
+            requests = [client.generate(p, group_id="g", seed=n) for n, p in enumerate(prompts)]
+            return await asyncio.gather(*requests, return_exceptions=True)
+
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, error in zip(prompts, asyncio.run(all_of_them()), strict=True):
+        assert isinstance(error, SlotFailure)
+        assert error.reason == "timeout"
+        assert limit in str(error)
+        done = error.partial
+        assert done is not None
+        assert done.finish_reason == "abort"
+        assert 0 < len(done.ids) == len(done.logprobs) == len(done.versions) < 480
+        with torch.no_grad():
+            logits = policy(torch.tensor([[*prompt, *done.ids]])).logits[0, len(prompt) - 1 : -1] / 0.8
+        expected = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(done.ids)[:, None])[:, 0]
+        assert torch.tensor(done.logprobs).sub(expected).abs().max() < 1e-4
+
+    end = time.monotonic() + 30
+    while running(vllm.endpoint):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    publish(on(vllm.endpoint), weights(model_dir, tmp_path / "usual", 0), 2, Metrics("t"))
+    assert all(done.finish_reason in ("stop", "length") for done in sample(vllm.endpoint, 2))
+
+
+def running(endpoint: str) -> float:
+    """Requests that the server is working at."""
+    lines = httpx.get(f"{endpoint}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
 
 def test_weights_without_a_probe_are_not_published(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +22,7 @@ from muster.errors import DependencyDied, InvalidInput, Stalled
 from muster.rollout.client import SlotFailure
 from muster.rollout.collect import Collection, collect
 from muster.rollout.prompts import order
-from muster.rollout.workflow import ContractError, Row, Slot
+from muster.rollout.workflow import ContractError, Row, Slot, row_of
 from muster.telemetry.metrics import Metrics, load_snapshot
 from tests.unit.conftest import DROP, MakeConfig, ScriptedServer, good
 
@@ -259,8 +261,6 @@ def test_rows_that_no_rule_can_interpret_stop_the_run_at_once_and_are_not_retrie
 
 class Straggler:
     async def run(self, slot: Slot) -> list[Row]:
-        import asyncio
-
         if slot.index == 0:
             await asyncio.sleep(60)
         if slot.index == 1:
@@ -275,6 +275,131 @@ def test_f24_a_straggler_times_out_and_its_group_goes_on(
     state = run(make_config(rollout=settings), tmp_path / "out", workflow=Straggler())
     assert state.failures == {"timeout": 4, "aborted": 4}
     assert state.groups == {"incomplete": 4}
+
+
+class Aborting:
+    """Every fourth generation goes on until it is aborted by its id, and then has two tokens; others end at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._ended: dict[str, threading.Event] = {}
+
+    def __call__(self, body: dict[str, Any], _n: int) -> Any:
+        for name in body.get("request_ids", ()):
+            self._ended[name].set()
+        if "request_ids" in body:
+            return ""
+        with self._lock:
+            self._begun += 1
+            endless = self._begun % 4 == 1
+            ended = self._ended[f"generate-tokens-{body['request_id']}"] = threading.Event()
+        if not endless:
+            return good([3, 4, 1])
+        ended.wait(20)
+        return good([5, 6], finish="abort")
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much grace as there is at most, however short the time limits."""
+    monkeypatch.setattr("muster.rollout.client.GRACE_SHARE", 100.0)
+
+
+class Ungraded:
+    """One request, and a reward that takes no time to find."""
+
+    async def run(self, slot: Slot) -> list[Row]:
+        done = await slot.client.generate(slot.prompt.ids, group_id=slot.group_id, seed=slot.segment_seed())
+        return [row_of(slot.prompt.ids, done, 1.0)]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("limits", [{"request_timeout": 1.0}, {"slot_timeout": 1.0}])
+def test_slots_that_timed_out_have_their_tokens_and_can_be_counted_as_a_reward(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path, limits: dict[str, float]
+) -> None:
+    scripted.behave = Aborting()
+    config = make_config(rollout=on(scripted, **limits), group={"n_samples": 4, "failures": {"timeout": -0.5}})
+    state = run(config, tmp_path / "out", workflow=Ungraded())
+    assert (state.usable, state.slots, state.failures, state.groups) == (16, 16, {}, {"complete": 4})
+    rows = trajectory.read(tmp_path / "out").table.to_pylist()
+    late = [row for row in rows if row["failure"] == "timeout"]
+    assert len(late) == 4
+    for row in late:
+        assert (row["status"], row["completion_ids"], row["finish_reason"]) == ("failed", [5, 6], "abort")
+        assert (row["logprobs"], row["versions"], row["reward"]) == ([-0.5, -0.5], [3, 3], None)
+        assert row["prompt_ids"]
+    batch = assembly.assemble(trajectory.read(tmp_path / "out"), config)
+    assert (batch.summary["slots"]["usable"], batch.summary["slots"]["trainable"]) == (16, 16)
+    assert batch.summary["reward"]["mean"] == pytest.approx(state.reward)
+    assert batch.table["reward"].to_pylist().count(-0.5) == 4
+
+
+@pytest.mark.usefixtures("patient")
+def test_slots_that_timed_out_are_dropped_by_default_and_their_length_is_evidence(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    scripted.behave = Aborting()
+    config = make_config(rollout=on(scripted, slot_timeout=1.0))
+    state = run(config, tmp_path / "out", workflow=Ungraded())
+    assert (state.usable, state.failures) == (12, {"timeout": 4})
+    summary = assembly.assemble(trajectory.read(tmp_path / "out"), config).summary
+    assert summary["failures"] == {"timeout": 4}
+    assert summary["bias"]["failed_mean_length"] == 2
+
+
+class TwoTurns:
+    """Asks twice, the second time with what was answered."""
+
+    async def run(self, slot: Slot) -> list[Row]:
+        first = await slot.client.generate(slot.prompt.ids, group_id=slot.group_id, seed=slot.segment_seed())
+        asked = (*slot.prompt.ids, *first.ids, 15)
+        second = await slot.client.generate(asked, group_id=slot.group_id, seed=slot.segment_seed(1))
+        return [row_of(slot.prompt.ids, first, 0.0), row_of(asked, second, 0.0)]
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_a_later_turn_had_sampled_is_kept_with_the_prompt_of_that_turn(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    endless = threading.Event()
+
+    def behave(body: dict[str, Any], _n: int) -> Any:
+        if "request_ids" in body:
+            endless.set()
+            return ""
+        if body["token_ids"][-1:] == [15] and body["token_ids"][-4:-1] == [3, 4, 1]:
+            endless.wait(20)
+            return good([5, 6], finish="abort")
+        return good([3, 4, 1])
+
+    scripted.behave = behave
+    config = make_config(rollout=on(scripted, slot_timeout=1.0), data={"dynamic_batch": True})
+    run(config, tmp_path / "out", workflow=TwoTurns())
+    rows = trajectory.read(tmp_path / "out").table.to_pylist()
+    assert [(row["failure"], row["completion_ids"]) for row in rows] == [("timeout", [5, 6])] * 16
+    assert all(row["prompt_ids"][-4:] == [3, 4, 1, 15] for row in rows)
+
+
+class SlowGrader:
+    """Returns its rows when the slot's time is up already."""
+
+    async def run(self, slot: Slot) -> list[Row]:
+        if slot.index == 0:
+            await asyncio.sleep(1.0)
+        return [Row((3,), (4, 1), (True, True), (-0.1, -0.2), (3, 3), float(slot.index))]
+
+
+@pytest.mark.usefixtures("patient")
+def test_rows_that_come_after_the_slots_time_are_those_of_a_timeout(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(rollout=on(scripted, slot_timeout=0.5))
+    state = run(config, tmp_path / "out", workflow=SlowGrader())
+    assert (state.failures, state.usable) == ({"timeout": 4}, 12)
+    late = [row for row in trajectory.read(tmp_path / "out").table.to_pylist() if row["failure"]]
+    assert [(row["slot"], row["completion_ids"], row["reward"]) for row in late] == [(0, [4, 1], None)] * 4
 
 
 def test_prompt_order_uses_each_prompt_once_an_epoch() -> None:
