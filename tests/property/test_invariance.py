@@ -226,7 +226,8 @@ def test_forty_cases_give_one_and_the_same_update_on_1_to_4_ranks(ranks: Forked)
 def test_two_thousand_cases_give_one_and_the_same_update_on_1_to_4_ranks(ranks: Forked) -> None:
     for start in range(40, 2040, 100):
         seeds = list(range(start, start + 100))
-        check(ranks.results(run_cases, RANKS, seeds=seeds, worlds=[4, 3, 2, 1], limit=400, timeout=60))
+        worst = check(ranks.results(run_cases, RANKS, seeds=seeds, worlds=[4, 3, 2, 1], limit=400, timeout=60))
+        print(f"cases {start} to {start + 99}: largest errors {worst}", flush=True)
 
 
 @pytest.mark.parametrize("holding", [[2, 1], [0, 1], [0, 5, 0, 1], [7, 0]], ids=lambda one: "-".join(map(str, one)))
