@@ -21,6 +21,7 @@ $(READY): requirements.lock pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --no-deps -r requirements.lock setuptools==80.9.0
 	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import torch' || { echo "torch does not load: pip chose a CUDA build; remove $(VENV) and give pip the CPU index of PyTorch: PIP_EXTRA_INDEX_URL=... make setup" >&2; exit 1; }
 	@touch $@
 
 quickstart: $(READY) ## the whole loop on this machine: a policy learns to sort while a quarter of its samples is lost
