@@ -11,9 +11,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from muster.config import Data, Rollout, RunConfig
 from muster.errors import Interrupted, InvalidInput, Stalled
 from muster.groups import SlotResult, judge
 from muster.rollout.client import Client
-from muster.rollout.group import CollectedGroup, run_group
+from muster.rollout.group import CollectedGroup, oldest_version, run_group
 from muster.rollout.prompts import Prompt, order, read_prompts
 from muster.rollout.reward import RewardPool
 from muster.rollout.watch import run_until_signal, until_healthy, watched
@@ -240,7 +239,7 @@ class Partial:
             groups.setdefault(row["group_id"], {}).setdefault(row["slot"], []).append(row)
         for slots in groups.values():
             ended = [slots[index] for index in sorted(slots)]
-            oldest = [_oldest((row["versions"], row["loss_mask"]) for row in rows) for rows in ended]
+            oldest = [oldest_version((row["versions"], row["loss_mask"]) for row in rows) for rows in ended]
             state.add([_result(rows) for rows in ended], config, oldest)
         state.resumed_groups = len(groups)
         if groups:
@@ -328,8 +327,14 @@ class _Collector:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _group(self, prompt: Prompt, slots: Sequence[Slot], limit: asyncio.Semaphore) -> None:
-        group = await run_group(self.workflow, slots, limit, self.rollout.slot_timeout)
-        oldest = [_oldest((row.versions, row.loss_mask) for row in slot.rows) for slot in group.slots]
+        group = await run_group(
+            self.workflow,
+            slots,
+            limit,
+            slot_timeout=self.rollout.slot_timeout,
+            max_staleness=self.rollout.max_staleness,
+        )
+        oldest = [oldest_version((row.versions, row.loss_mask) for row in slot.rows) for slot in group.slots]
         outcome = self.state.add([slot.result() for slot in group.slots], self.config, oldest)
         self.partial.add(group)
         if outcome == "empty":
@@ -388,8 +393,3 @@ def _result(rows: Sequence[dict[str, Any]]) -> SlotResult:
         lengths=[len(row["completion_ids"]) for row in sampled],
         rollout_reward=rows[0]["rollout_reward"],
     )
-
-
-def _oldest(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> int | None:
-    """The smallest version of a slot's valid tokens, from the versions and the loss mask of each row."""
-    return min((version for versions, mask in rows for version in compress(versions, mask)), default=None)

@@ -94,7 +94,13 @@ def evaluate(
                         Slot(group_id, index, seed, prompt, client, pool, tokenizer)
                         for index in range(samples - len(rewards))
                     ]
-                    group = await run_group(workflow or SingleTurn(), slots, limit, rollout.slot_timeout)
+                    group = await run_group(
+                        workflow or SingleTurn(),
+                        slots,
+                        limit,
+                        slot_timeout=rollout.slot_timeout,
+                        max_staleness=0,  # older weights say nothing about these
+                    )
                     failures.update(slot.failure for slot in group.slots if slot.failure is not None)
                     rewards.extend(_rewards(group))
                     if len(rewards) == samples:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import Any
 
 from muster.groups import SlotResult
@@ -75,8 +76,18 @@ class CollectedGroup:
 _NOTHING = Row((), (), (), (), (), None)
 
 
+def oldest_version(rows: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> int | None:
+    """The smallest version of a slot's valid tokens, from the versions and the loss mask of each row."""
+    return min((version for versions, mask in rows for version in compress(versions, mask)), default=None)
+
+
 async def run_group(
-    workflow: RolloutWorkflow, slots: Sequence[Slot], limit: asyncio.Semaphore, slot_timeout: float
+    workflow: RolloutWorkflow,
+    slots: Sequence[Slot],
+    limit: asyncio.Semaphore,
+    *,
+    slot_timeout: float,
+    max_staleness: int,
 ) -> CollectedGroup:
     """Runs all slots of one group concurrently.
 
@@ -86,20 +97,23 @@ async def run_group(
         limit: bounds the slots in flight over all groups; a slot's time runs from when it is let in.
         slot_timeout: seconds for one slot. The tokens of a request that is in flight then are kept, for which the slot
             may take the client's `grace` longer; it has timed out all the same.
+        max_staleness: versions by which a slot's oldest valid token may be behind the client's; an older slot fails.
 
     Raises:
         ContractError: from the workflow, after the group's other slots were stopped.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_run_slot(workflow, slot, limit, slot_timeout)) for slot in slots]
+            running = [
+                tasks.create_task(_run_slot(workflow, slot, limit, slot_timeout, max_staleness)) for slot in slots
+            ]
     except* ContractError as errors:
         raise errors.exceptions[0] from None
     return CollectedGroup(slots[0].group_id, [task.result() for task in running])
 
 
 async def _run_slot(
-    workflow: RolloutWorkflow, slot: Slot, limit: asyncio.Semaphore, slot_timeout: float
+    workflow: RolloutWorkflow, slot: Slot, limit: asyncio.Semaphore, slot_timeout: float, max_staleness: int
 ) -> SlotOutcome:
     """Runs one slot; what goes wrong in it stays in it (semantics, rule 9)."""
     async with limit:
@@ -111,9 +125,14 @@ async def _run_slot(
             async with asyncio.timeout_at(end + slot.client.grace):
                 rows = tuple(await workflow.run(replace(slot, client=slot.client.until(end))))
             _check(rows, slot)
-            if clock() < end:
+            oldest = oldest_version((row.versions, row.loss_mask) for row in rows)
+            age = 0 if oldest is None else slot.client.version - oldest
+            if clock() >= end:
+                reason, text = "timeout", f"exceeded slot_timeout {slot_timeout:g} s"
+            elif age > max_staleness:
+                reason, text = "stale", f"a valid token is {age} versions old, rollout.max_staleness is {max_staleness}"
+            else:
                 return SlotOutcome(rows, None, clock() - start)
-            reason, text = "timeout", f"exceeded slot_timeout {slot_timeout:g} s"
             partial = tuple(replace(row, reward=None, rollout_reward=None) for row in rows)
         except ContractError:
             raise
@@ -146,5 +165,10 @@ def _check(rows: Sequence[Row], slot: Slot) -> None:
                     f"{where} row {number}: {name} has {len(getattr(row, name))} entries for {length} completion "
                     "tokens; give one a token"
                 )
+        if (newest := max(row.versions, default=-1)) > slot.client.version:
+            raise ContractError(
+                f"{where} row {number}: a token of version {newest}, but the servers sample from version "
+                f"{slot.client.version}; record the versions that Completion.versions tells"
+            )
     if any(not row.completion_ids for row in rows):
         raise SlotFailure("empty_completion", "a row has no completion token")

@@ -236,6 +236,18 @@ def test_a_contract_error_stops_the_run_and_names_the_remedy(
         run(make_config(rollout=on(scripted)), tmp_path / "out", workflow=WrongLengths())
 
 
+class VersionFromTheFuture:
+    async def run(self, slot: Slot) -> list[Row]:
+        return [Row((3,), (4, 1), (True, True), (-0.1, -0.2), (3, 4), 1.0)]
+
+
+def test_a_version_that_no_server_has_yet_is_a_contract_error(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ContractError, match="a token of version 4, but the servers sample from version 3; record"):
+        run(make_config(rollout=on(scripted)), tmp_path / "out", workflow=VersionFromTheFuture())
+
+
 class TwoRewards:
     """Rows of one slot with different rewards and no rollout_reward: no group statistic can be taken (rule 12)."""
 
@@ -552,3 +564,38 @@ def test_the_age_of_a_slot_is_that_of_the_oldest_valid_token_of_all_its_rows(
     found = ages(metrics)
     assert (found["count"], found["sum"]) == (15, 15)
     assert (found["0.0"], found["1.0"], found["2.0"]) == (5, 10, 15)
+
+
+def test_a_slot_older_than_max_staleness_fails_as_stale_and_keeps_its_tokens_without_a_reward(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    metrics = Metrics("test")
+    config = make_config(rollout=on(scripted, max_staleness=1), data={"groups_per_batch": 5, "dynamic_batch": True})
+    state = run(config, tmp_path / "out", metrics, workflow=OlderRows())
+    assert dict(state.failures) == {"stale": 5, "aborted": 5}
+    assert state.ages == {0: 5, 1: 5}
+    assert (ages(metrics)["count"], ages(metrics)["sum"]) == (10, 5)
+    stale = [row for row in trajectory.read(tmp_path / "out").table.to_pylist() if row["failure"] == "stale"]
+    assert len(stale) == 10
+    for row in stale:
+        assert (row["slot"], row["status"], row["completion_ids"]) == (2, "failed", [4, 1])
+        assert row["reward"] is None
+        assert row["rollout_reward"] is None
+    counted = metrics.registry.get_sample_value("muster_rollout_slots_total", {"outcome": "failed", "reason": "stale"})
+    assert counted == 5
+
+
+class OldRows:
+    """Every slot was sampled two versions ago."""
+
+    async def run(self, slot: Slot) -> list[Row]:
+        return [Row((3,), (4, 1), (True, True), (-0.1, -0.2), (1, 1), 1.0)]
+
+
+def test_groups_whose_slots_are_all_too_old_end_as_stale(
+    scripted: ScriptedServer, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(rollout=on(scripted, max_staleness=1), data={"groups_per_batch": 2, "dynamic_batch": True})
+    state = run(config, tmp_path / "out", workflow=OldRows())
+    assert dict(state.groups) == {"stale": 2}
+    assert (state.usable, state.trainable) == (0, 0)
