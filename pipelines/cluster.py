@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from muster.config import RunConfig
-from muster.errors import DependencyDied, InvalidInput
+from muster.errors import DependencyDied, InvalidInput, storage_died
 from muster.pipelines.local import load_pipeline
 
 
@@ -35,8 +36,8 @@ def compile_to(name: str, out: Path) -> None:
     """Writes a pipeline as KFP IR YAML.
 
     Raises:
-        InvalidInput: no such pipeline, or a file name that KFP does not take.
-        DependencyDied: the file cannot be written.
+        InvalidInput: no such pipeline, a file name that KFP does not take, or a path that cannot be used.
+        DependencyDied: the storage failed.
     """
     from kfp import compiler
 
@@ -48,9 +49,10 @@ def compile_to(name: str, out: Path) -> None:
         compiler.Compiler().compile(pipeline, str(unfinished))
         unfinished.replace(out)
     except OSError as error:
-        raise DependencyDied(f"cannot write {out}: {error.strerror or error}") from error
+        raise storage_died(error, out) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def submit_to(name: str, config: RunConfig, iterations: int, target: Target, *, wait: bool = False) -> str:

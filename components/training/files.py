@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.errors import DependencyDied
+from muster.errors import storage_died
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,7 @@ def appearing(directory: Path) -> Iterator[Path]:
 
     Raises:
         DependencyDied: the storage failed; nothing is left under the final name that was not there before.
+        InvalidInput: the path cannot be used; likewise.
     """
     part = directory.with_name(f".partial-{directory.name}")
     old = directory.with_name(f".replaced-{directory.name}")
@@ -45,7 +46,7 @@ def appearing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise DependencyDied(f"{directory}: cannot write it: {error}") from error
+        raise storage_died(error, directory) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -53,6 +54,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
     Raises:
         DependencyDied: the storage failed.
+        InvalidInput: the path cannot be used.
     """
     part = path.with_name(f".partial-{path.name}")
     try:
@@ -63,7 +65,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         _sync(path.parent)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise DependencyDied(f"{path}: cannot write it: {error}") from error
+        raise storage_died(error, path) from error
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, tensors: Iterable[Tensor]) -> None:

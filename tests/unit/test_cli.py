@@ -76,6 +76,8 @@ def test_what_is_not_built_says_so_and_what_to_do_instead(command: str) -> None:
     [
         (("compile", "grop", "--out", "x.yaml"), "no pipeline 'grop'"),
         (("compile", "grpo", "--out", "x.txt"), "must end in .yaml"),
+        (("compile", "grpo", "--out", "nowhere/x.yaml"), "nowhere/x.yaml: No such file or directory; name one"),
+        (("compile", "grpo", "--out", "/dev/null/x.yaml"), "/dev/null/x.yaml: Not a directory; a file is"),
         (("assemble",), "Missing"),
         (("no-such-command",), "No such command"),
         (("report", "/nonexistent"), "is not a run directory"),
@@ -285,7 +287,7 @@ def test_an_output_below_a_file_is_invalid_input_that_names_it(make_config: Make
     out = tmp_path / "run.yaml" / "out"
     done = muster("assemble", tmp_path / "rollouts.jsonl", "--config", config, "--out", out)
     assert done.returncode == 2, done.stderr
-    assert f"{out}: Not a directory; a file is where a folder must be" in done.stderr
+    assert f"{out}: Not a directory; a file is must be" in done.stderr
     assert "Traceback" not in done.stderr
 
 
