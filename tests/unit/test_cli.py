@@ -287,7 +287,7 @@ def test_an_output_below_a_file_is_invalid_input_that_names_it(make_config: Make
     out = tmp_path / "run.yaml" / "out"
     done = muster("assemble", tmp_path / "rollouts.jsonl", "--config", config, "--out", out)
     assert done.returncode == 2, done.stderr
-    assert f"{out}: Not a directory; a file is must be" in done.stderr
+    assert f"{out}: Not a directory; a file is where a folder must be" in done.stderr
     assert "Traceback" not in done.stderr
 
 
